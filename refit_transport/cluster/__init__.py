@@ -1,0 +1,1 @@
+"""Ray: placement groups, training and generation actors, the synchronizer."""

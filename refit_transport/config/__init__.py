@@ -1,0 +1,1 @@
+"""The YAML schema and its rules."""

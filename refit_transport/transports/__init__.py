@@ -1,0 +1,1 @@
+"""Strategies for a set of parameters, by name."""
