@@ -33,7 +33,8 @@ class _FieldError(RefitTransportError):
 class LayoutError(_FieldError):
     """A layout, piece or manifest contradicts itself or another side.
 
-    `tensor` is the canonical name ("" when no single tensor is at fault), `rank` the refit rank (-1: none in particular).
+    `tensor` is the canonical name ("" when no single tensor is at fault), `rank` the refit rank (-1: none in
+    particular).
     """
 
     tensor: str

@@ -1,4 +1,4 @@
-"""The canonical name space: Hugging Face checkpoint names, with a layer's experts stacked into one tensor per projection."""
+"""The canonical name space: Hugging Face checkpoint names, with the experts of a layer stacked per projection."""
 
 from __future__ import annotations
 

@@ -32,8 +32,8 @@ DTYPE_BYTES: Mapping[str, int] = {
 class TensorSpec:
     """One logical tensor as one side stores it.
 
-    `name` is canonical (see `layout.canonical`), `shape` the true, unpadded shape in elements, `dtype` torch's name of it
-    without the `torch.` prefix.
+    `name` is canonical (see `layout.canonical`), `shape` the true, unpadded shape in elements, `dtype` torch's name of
+    it without the `torch.` prefix.
     """
 
     name: str
@@ -82,8 +82,8 @@ class Opaque:
 class RankManifest:
     """One rank's share of one side: the tensors it holds something of, and the pieces.
 
-    `opaque` (targets only) lists tensors that must arrive whole. A tensor in neither `pieces` nor `opaque` of any target
-    rank is one that the target's loader ignores.
+    `opaque` (targets only) lists tensors that must arrive whole. A tensor in neither `pieces` nor `opaque` of any
+    target rank is one that the target's loader ignores.
     """
 
     rank: int

@@ -14,14 +14,15 @@ if TYPE_CHECKING:
 class Target(Protocol):
     """One generation rank's weights. Called in the generation process.
 
-    Order: `manifest` once; then for each refit `begin`, any number of `load` calls and of writes into `buffers()`, `finish`.
+    Order: `manifest` once; then for each refit `begin`, any number of `load` calls and of writes into `buffers()`,
+    `finish`.
     """
 
     def manifest(self, rank: int, tensors: Sequence[TensorSpec]) -> RankManifest:
         """Describes which boxes of the source's `tensors` this process needs, as refit rank `rank`, role "target".
 
-        `tensors` carry the source's dtypes; the returned specs carry this side's. A tensor that this side can't describe
-        as strided views is listed in `opaque` with the reason and arrives whole through `load`.
+        `tensors` carry the source's dtypes; the returned specs carry this side's. A tensor that this side can't
+        describe as strided views is listed in `opaque` with the reason and arrives whole through `load`.
 
         Raises:
             LayoutError: an element of this rank's weights would be filled by none of the tensors.
