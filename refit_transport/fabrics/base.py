@@ -1,0 +1,42 @@
+"""The protocol of what moves bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from refit_transport.fabrics.deadline import Deadline
+from refit_transport.fabrics.program import Program
+
+
+@dataclass(slots=True)
+class Spent:
+    """What running programs took on one rank: seconds by phase and payload bytes that really crossed.
+
+    pack: copying into message slots. network: waiting for peers. local: copying out of slots and between local views.
+    """
+
+    pack: float = 0.0
+    network: float = 0.0
+    local: float = 0.0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+
+    def add(self, other: Spent) -> None:
+        """Adds another program's figures to this one's."""
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+class Fabric(Protocol):
+    """A private group of ranks. Every rank of the group runs its own program of the same schedule (collective)."""
+
+    def run(self, program: Program, *, deadline: Deadline) -> Spent:
+        """Executes one rank's program.
+
+        Raises:
+            TransferError: a peer failed, vanished, or didn't answer in time; the fabric can't be used again.
+        """
+
+    def close(self) -> None:
+        """Leaves the group; peers that wait for this rank fail at once."""

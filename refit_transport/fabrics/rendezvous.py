@@ -1,0 +1,127 @@
+"""The control channel of a refit: a private TCPStore for small JSON messages, agreements and causes of failure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import Any, Self
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from refit_transport.errors import AgreementError, DeadlineError, TransferError
+from refit_transport.fabrics.deadline import Deadline
+from refit_transport.layout.wire import decode, encode
+
+_FAILURE = "failure"
+
+
+class ControlChannel:
+    """One rank's access to the refit's store. Rank 0 hosts it; the others join at its address."""
+
+    def __init__(self, store: TCPStore, *, host: str, rank: int, world_size: int) -> None:
+        self._store = store
+        self.host, self.port = host, int(store.port)
+        self.rank, self.world_size = rank, world_size
+
+    @classmethod
+    def listen(cls, *, host: str, port: int, world_size: int, timeout_s: float) -> Self:
+        """Opens the store as rank 0 on `port` (0: any free one).
+
+        Raises:
+            TransferError: the port is taken or the address isn't ours.
+        """
+        try:
+            store = TCPStore(
+                host, port, world_size, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
+            )
+        except (RuntimeError, ValueError) as error:
+            reason = f"can't listen on {host}:{port} (rendezvous.port): {str(error).splitlines()[0]}"
+            raise TransferError(0, -1, "rendezvous", "", reason) from error
+        return cls(store, host=host, rank=0, world_size=world_size)
+
+    @classmethod
+    def join(cls, *, host: str, port: int, rank: int, world_size: int, timeout_s: float) -> Self:
+        """Connects to the store of rank 0.
+
+        Raises:
+            TransferError: nobody listens there within `timeout_s`.
+        """
+        try:
+            store = TCPStore(
+                host, port, world_size, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
+            )
+        except (RuntimeError, ValueError) as error:
+            reason = f"no refit rendezvous at {host}:{port}: {str(error).splitlines()[0]}"
+            raise TransferError(rank, 0, "rendezvous", "", reason) from error
+        return cls(store, host=host, rank=rank, world_size=world_size)
+
+    def group_store(self, name: str) -> Store:
+        """A name space of the store for a process group's own rendezvous."""
+        return PrefixStore(name, self._store)
+
+    def publish(self, topic: str, value: Any) -> None:
+        """Makes this rank's JSON value for a topic visible to all."""
+        self._store.set(f"{topic}/{self.rank}", encode(value))  # type: ignore[arg-type]  # the stub lacks bytes
+
+    def collect(self, topic: str, ranks: Iterable[int], *, deadline: Deadline) -> list[Any]:
+        """The values of these ranks for a topic, in the given order.
+
+        Raises:
+            DeadlineError: a rank published nothing in time; names it.
+            TransferError: another rank reported a failure meanwhile.
+        """
+        return [self._wait(topic, rank, deadline) for rank in ranks]
+
+    def agree(self, what: str, value: str, *, deadline: Deadline) -> None:
+        """Returns when every rank has called this with an equal value; rank 0 compares and tells the others.
+
+        Raises:
+            AgreementError: naming the values and the ranks that hold them.
+        """
+        topic = f"agree/{what}"
+        self.publish(topic, value)
+        if self.rank == 0:
+            values = self.collect(topic, range(self.world_size), deadline=deadline)
+            self._store.set(f"{topic}/verdict", encode(_groups(values)))  # type: ignore[arg-type]  # the stub lacks bytes
+        groups = self._wait(topic, "verdict", deadline)
+        if len(groups) > 1:
+            raise AgreementError(what.rsplit("/", 1)[0], tuple((held, tuple(ranks)) for held, ranks in groups))
+
+    def forget(self, topics: Sequence[str]) -> None:
+        """Removes this rank's values of topics that nobody will ask for any more."""
+        for topic in topics:
+            self._store.delete_key(f"{topic}/{self.rank}")
+
+    def report_failure(self, error: Exception) -> None:
+        """Tells the other ranks why this one gives up; only the first cause is kept."""
+        cause = encode({"rank": self.rank, "reason": str(error)})
+        self._store.compare_set(_FAILURE, "", cause.hex())
+
+    def failure(self) -> TransferError | None:
+        """The first failure that any other rank reported, if any."""
+        if not self._store.check([_FAILURE]):
+            return None
+        cause = decode(bytes.fromhex(self._store.get(_FAILURE).decode()))
+        if cause["rank"] == self.rank:
+            return None
+        return TransferError(self.rank, cause["rank"], "peer failure", "", cause["reason"])
+
+    def _wait(self, topic: str, rank: int | str, deadline: Deadline) -> Any:
+        key, pause = f"{topic}/{rank}", 1e-4
+        while not self._store.check([key]):
+            failure = self.failure()
+            if failure is not None:
+                raise failure
+            if deadline.passed:
+                raise DeadlineError(f"rank {self.rank}", f"rank {rank}", topic, deadline.seconds)
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
+        return decode(self._store.get(key))
+
+
+def _groups(values: Sequence[str]) -> list[tuple[str, list[int]]]:
+    groups: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        groups.setdefault(value, []).append(rank)
+    return list(groups.items())

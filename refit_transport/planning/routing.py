@@ -1,0 +1,66 @@
+"""Which transport carries which tensor, and why."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from refit_transport.layout.manifest import Manifest
+
+Coverage = Literal["ffn", "all"]
+RESHARD = "nccl_reshard"
+GATHER_BROADCAST = "gather_broadcast"
+
+_FFN = re.compile(r"\.(mlp|feed_forward|block_sparse_moe)(\.(shared_)?experts?)?\.(gate|up|down)_proj\.weight$")
+
+
+@dataclass(frozen=True, slots=True)
+class RouteRule:
+    """Tensors whose canonical name matches the glob `pattern` go by `transport`."""
+
+    pattern: str
+    transport: str
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The transport of one tensor and the reason for the choice."""
+
+    tensor: str
+    transport: str
+    reason: str
+
+
+def is_ffn_projection(name: str) -> bool:
+    """Whether a canonical name is a gate, up or down projection, dense, shared or expert.
+
+    >>> is_ffn_projection("model.layers.3.mlp.experts.down_proj.weight")
+    True
+    >>> is_ffn_projection("model.layers.3.self_attn.q_proj.weight")
+    False
+    """
+    return _FFN.search(name) is not None
+
+
+def route_tensors(target: Manifest, *, coverage: Coverage, rules: Sequence[RouteRule] = ()) -> tuple[Route, ...]:
+    """Routes every tensor that some target rank needs; the first matching rule wins over the coverage.
+
+    A tensor that a target rank can only take whole is always carried by `gather_broadcast`.
+    """
+    opaque = {o.tensor: o.reason for manifest in reversed(target.ranks) for o in manifest.opaque}
+    needed = {piece.tensor for manifest in target.ranks for piece in manifest.pieces} | opaque.keys()
+    return tuple(_route(s.name, opaque.get(s.name), coverage, rules) for s in target.tensors if s.name in needed)
+
+
+def _route(name: str, opaque: str | None, coverage: Coverage, rules: Iterable[RouteRule]) -> Route:
+    if opaque is not None:
+        return Route(name, GATHER_BROADCAST, f"the target takes it whole: {opaque}")
+    for rule in rules:
+        if fnmatchcase(name, rule.pattern):
+            return Route(name, rule.transport, f"routes: {rule.pattern}")
+    if coverage == "all" or is_ffn_projection(name):
+        return Route(name, RESHARD, f"coverage: {coverage}")
+    return Route(name, GATHER_BROADCAST, "coverage: ffn sends only FFN projections shard-to-shard")

@@ -1,0 +1,68 @@
+"""A numpy-style oracle for resharding: tensors whose elements tell their coordinates, and buffers made from manifests."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from refit_transport.fabrics.program import Binding, torch_dtype
+from refit_transport.layout.manifest import Manifest, RankManifest
+
+
+def coordinate_tensor(name: str, shape: tuple[int, ...], dtype: str, *, version: int = 0) -> torch.Tensor:
+    """A tensor of this shape in which misplaced elements show: values depend on name, position and version.
+
+    Values are integers below 251, exact in every dtype of 8 bits and more that has 8 bits of significand or is integral.
+    """
+    position = torch.arange(math.prod(shape), dtype=torch.int64)
+    salt = sum(name.encode()) * 7 + version * 101
+    return ((position * 131 + position // 251 * 17 + salt) % 251).to(torch_dtype(dtype)).reshape(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldSide:
+    """Buffers for every rank of a manifest."""
+
+    bindings: Mapping[int, Binding]
+
+    @classmethod
+    def of(cls, manifest: Manifest, tensors: Mapping[str, torch.Tensor] | None = None) -> HeldSide:
+        """Allocates every rank's buffers; fills the pieces from full tensors, or everything with 255 when None."""
+        return cls({ranked.rank: _bind(ranked, tensors) for ranked in manifest.ranks})
+
+    def differences(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+        """Which pieces differ from the same boxes of the full tensors: "rank 3: name[0:4]"."""
+        wrong = []
+        for rank, binding in self.bindings.items():
+            for index, piece in enumerate(binding.manifest.pieces):
+                view = binding.view(index)
+                expected = box_of(tensors[piece.tensor], piece.box.offset, piece.box.shape).to(view.dtype)
+                if not torch.equal(view, expected):
+                    wrong.append(f"rank {rank}: {piece.tensor}{piece.box}")
+        return wrong
+
+
+def box_of(tensor: torch.Tensor, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+    """The view of one box of a full tensor."""
+    for dim, (start, size) in enumerate(zip(offset, shape, strict=True)):
+        tensor = tensor.narrow(dim, start, size)
+    return tensor
+
+
+def _bind(ranked: RankManifest, tensors: Mapping[str, torch.Tensor] | None) -> Binding:
+    dtypes = {spec.name: torch_dtype(spec.dtype) for spec in ranked.tensors}
+    sizes: dict[str, int] = {}
+    kinds: dict[str, torch.dtype] = {}
+    for piece in ranked.pieces:
+        last = piece.offset + sum((n - 1) * stride for n, stride in zip(piece.box.shape, piece.strides, strict=True))
+        sizes[piece.buffer] = max(sizes.get(piece.buffer, 0), last + 1)
+        kinds[piece.buffer] = dtypes[piece.tensor]
+    buffers = {name: torch.full((size,), 250, dtype=kinds[name]) for name, size in sizes.items()}
+    binding = Binding.of(ranked, buffers)
+    if tensors is not None:
+        for index, piece in enumerate(ranked.pieces):
+            binding.view(index).copy_(box_of(tensors[piece.tensor], piece.box.offset, piece.box.shape))
+    return binding
