@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from refit_transport.fabrics.deadline import Deadline
 from refit_transport.fabrics.program import Program
@@ -11,14 +14,16 @@ from refit_transport.fabrics.program import Program
 
 @dataclass(slots=True)
 class Spent:
-    """What running programs took on one rank: seconds by phase and payload bytes that really crossed.
+    """What a transport took on one rank: seconds by phase and payload bytes that really crossed.
 
     pack: copying into message slots. network: waiting for peers. local: copying out of slots and between local views.
+    load: the engine's own loader.
     """
 
     pack: float = 0.0
     network: float = 0.0
     local: float = 0.0
+    load: float = 0.0
     sent_bytes: int = 0
     received_bytes: int = 0
 
@@ -26,6 +31,15 @@ class Spent:
         """Adds another program's figures to this one's."""
         for name in self.__slots__:
             setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    @contextmanager
+    def timing(self, phase: Literal["pack", "network", "local", "load"]) -> Iterator[None]:
+        """Adds the block's wall time to a phase."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            setattr(self, phase, getattr(self, phase) + time.perf_counter() - began)
 
 
 class Fabric(Protocol):

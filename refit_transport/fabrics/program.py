@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Self
 
@@ -77,7 +77,6 @@ class Program:
     rank: int
     operations: tuple[Operation, ...]
     window: int
-    staging_bytes: int
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -87,80 +86,66 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def lower(
-    schedule: Schedule,
-    rank: int,
-    *,
-    source: Binding | None,
-    target: Binding | None,
-    staging_bytes: int,
-    device: torch.device | None = None,
-) -> Program:
-    """Binds the rank's messages to its memory and allocates message slots; `run` then neither allocates nor computes.
+class SlotPool:
+    """Message slots of one rank, shared by programs that run one after the other.
 
-    Message i of the rank uses slot i modulo `window`, so the window (as many messages as `staging_bytes` holds, 2 at
-    least) also bounds the memory.
+    `window` slots (as many messages as `staging_bytes` holds, 2 at least) of the largest message's size, allocated when
+    first needed. The i-th operation of a program uses slot i modulo `window`, so the window bounds the memory too.
     """
-    messages = schedule.messages
-    mine = [m for m in range(len(messages)) if rank in (int(messages.sender[m]), int(messages.receiver[m]))]
-    slot_bytes = max((int(messages.nbytes[m]) for m in mine), default=0)
-    window = min(max(2, staging_bytes // slot_bytes if slot_bytes else 2), max(2, len(mine)))
-    slots = _Slots(slot_bytes, window, device or torch.device("cpu"))
-    lowering = _Lowering(schedule, rank, source, target)
-    operations = tuple(lowering.operation(message, slots) for message in mine)
-    return Program(rank, operations, window, slots.allocated)
 
+    def __init__(self, schedules: Iterable[Schedule], *, staging_bytes: int) -> None:
+        self._slot_bytes = max((int(s.messages.nbytes.max()) for s in schedules if len(s.messages)), default=1)
+        self.window = max(2, staging_bytes // self._slot_bytes)
+        self._slots: dict[int, torch.Tensor] = {}
 
-class _Slots:
-    """Message slots, allocated when first needed."""
-
-    def __init__(self, nbytes: int, count: int, device: torch.device) -> None:
-        self._nbytes, self._device = nbytes, device
-        self._slots: list[torch.Tensor | None] = [None] * count
-        self._next = 0
-
-    def take(self, nbytes: int) -> torch.Tensor:
-        index = self._next % len(self._slots)
-        slot = self._slots[index]
-        if slot is None:
-            slot = self._slots[index] = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
-        self._next += 1
-        return slot[:nbytes]
-
-    def skip(self) -> None:
-        """An operation without a slot still counts, so that a slot is reused only `window` operations later."""
-        self._next += 1
+    def slot(self, operation: int, nbytes: int) -> torch.Tensor:
+        """The first `nbytes` of the slot that a program's operation of this index uses."""
+        index = operation % self.window
+        if index not in self._slots:
+            self._slots[index] = torch.empty(self._slot_bytes, dtype=torch.uint8)
+        return self._slots[index][:nbytes]
 
     @property
     def allocated(self) -> int:
-        return sum(slot.numel() for slot in self._slots if slot is not None)
+        """Bytes allocated so far."""
+        return self._slot_bytes * len(self._slots)
+
+
+def lower(schedule: Schedule, rank: int, *, source: Binding | None, target: Binding | None, pool: SlotPool) -> Program:
+    """Binds the rank's messages to its memory and to message slots; running the program then computes no geometry."""
+    messages = schedule.messages
+    mine = np.flatnonzero((messages.sender == rank) | (messages.receiver == rank)).tolist()
+    lowering = _Lowering(schedule, rank, source, target, pool)
+    operations = tuple(lowering.operation(index, message) for index, message in enumerate(mine))
+    return Program(rank, operations, pool.window)
 
 
 class _Lowering:
     """Geometry of one `lower` call."""
 
-    def __init__(self, schedule: Schedule, rank: int, source: Binding | None, target: Binding | None) -> None:
+    def __init__(
+        self, schedule: Schedule, rank: int, source: Binding | None, target: Binding | None, pool: SlotPool
+    ) -> None:
         self._schedule, self._rank = schedule, rank
-        self._source, self._target = source, target
+        self._source, self._target, self._pool = source, target, pool
         self._views: dict[tuple[bool, int], torch.Tensor] = {}
         legs = schedule.legs
         self._first = np.searchsorted(legs.message, np.arange(len(schedule.messages) + 1)).tolist()
 
-    def operation(self, message: int, slots: _Slots) -> Operation:
+    def operation(self, index: int, message: int) -> Operation:
         m = self._schedule.messages
         sender, receiver = int(m.sender[message]), int(m.receiver[message])
         nbytes = int(m.nbytes[message])
         legs = range(self._first[message], self._first[message + 1])
         tensor = self._schedule.parcels.name(int(self._schedule.legs.parcel[legs[0]]))
         if sender == receiver:
-            slots.skip()
             moves = tuple(Move(self._live(leg, sending=False), self._live(leg, sending=True)) for leg in legs)
             kind: Kind = "copy"
             payload = torch.empty(0, dtype=torch.uint8)
         else:
             kind = "send" if sender == self._rank else "receive"
             live = [self._live(leg, sending=kind == "send") for leg in legs]
-            payload, moves = self._payload(legs, live, nbytes, slots)
+            payload, moves = self._payload(legs, live, index, nbytes)
         return Operation(
             message,
             kind,
@@ -189,15 +174,14 @@ class _Lowering:
         return view
 
     def _payload(
-        self, legs: Sequence[int], live: Sequence[torch.Tensor], nbytes: int, slots: _Slots
+        self, legs: Sequence[int], live: Sequence[torch.Tensor], index: int, nbytes: int
     ) -> tuple[torch.Tensor, tuple[Move, ...]]:
         offsets = [int(self._schedule.legs.offset[leg]) for leg in legs]
         dtypes = [torch_dtype(self._schedule.parcels.tensors[t].wire_dtype) for t in self._tensors(legs)]
         direct = _contiguous_range(live, offsets, dtypes)
         if direct is not None:
-            slots.skip()
             return direct, ()
-        slot = slots.take(nbytes)
+        slot = self._pool.slot(index, nbytes)
         moves = tuple(
             Move(view, slot[offset : offset + view.numel() * dtype.itemsize].view(dtype).view(view.shape))
             for view, offset, dtype in zip(live, offsets, dtypes, strict=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,6 +96,16 @@ class Traffic:
     @property
     def local(self) -> int:
         return sum(self.local_sent.values())
+
+
+def total_traffic(parts: Iterable[Traffic]) -> Traffic:
+    """The sum of several schedules' traffic, by rank."""
+    totals: dict[str, dict[int, int]] = {name: defaultdict(int) for name in Traffic.__slots__}
+    for part in parts:
+        for name, total in totals.items():
+            for rank, nbytes in getattr(part, name).items():
+                total[rank] += nbytes
+    return Traffic(**{name: dict(total) for name, total in totals.items()})
 
 
 @dataclass(frozen=True, slots=True)

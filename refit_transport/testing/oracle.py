@@ -1,4 +1,4 @@
-"""A numpy-style oracle for resharding: tensors whose elements tell their coordinates, and buffers made from manifests."""
+"""An oracle for resharding: tensors whose elements tell their coordinates, and buffers made from manifests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from refit_transport.layout.manifest import Manifest, RankManifest
 def coordinate_tensor(name: str, shape: tuple[int, ...], dtype: str, *, version: int = 0) -> torch.Tensor:
     """A tensor of this shape in which misplaced elements show: values depend on name, position and version.
 
-    Values are integers below 251, exact in every dtype of 8 bits and more that has 8 bits of significand or is integral.
+    Values are integers below 251, exact in uint8, bfloat16 and everything wider.
     """
     position = torch.arange(math.prod(shape), dtype=torch.int64)
     salt = sum(name.encode()) * 7 + version * 101

@@ -4,11 +4,12 @@ import threading
 import time
 
 import pytest
+import torch
 
 from refit_transport.errors import TransferError
 from refit_transport.fabrics.deadline import Deadline
 from refit_transport.fabrics.gloo import GlooFabric
-from refit_transport.fabrics.program import lower
+from refit_transport.fabrics.program import Binding, SlotPool, lower
 from refit_transport.fabrics.rendezvous import ControlChannel
 from refit_transport.layout.layout import Layout, manifest_from_layouts
 from refit_transport.layout.mesh import Mesh
@@ -56,7 +57,11 @@ def test_reshard_over_sockets_equals_the_oracle(bucket):
     def rank_main(channel):
         r = channel.rank
         program = lower(
-            schedule, r, source=held.bindings.get(r), target=wanted.bindings.get(r), staging_bytes=4 * bucket
+            schedule,
+            r,
+            source=held.bindings.get(r),
+            target=wanted.bindings.get(r),
+            pool=SlotPool([schedule], staging_bytes=4 * bucket),
         )
         fabric = fabric_of(channel)
         spent = [fabric.run(program, deadline=Deadline(20.0))]
@@ -89,16 +94,19 @@ def test_chain_brings_whole_tensors_to_every_target():
     schedule.check(source, staging)
     tensors = {name: coordinate_tensor(name, shape, "float32") for name, shape in SHAPES.items()}
     held = HeldSide.of(source, tensors)
-    import torch
-
-    from refit_transport.fabrics.program import Binding
 
     buffers = {r: torch.zeros(staged_bytes(staged), dtype=torch.uint8) for r in (0, *chain)}
     bindings = {m.rank: Binding.of(m, {"staging": buffers[m.rank]}) for m in staging.ranks}
 
     def rank_main(channel):
         r = channel.rank
-        program = lower(schedule, r, source=held.bindings.get(r), target=bindings.get(r), staging_bytes=1 << 10)
+        program = lower(
+            schedule,
+            r,
+            source=held.bindings.get(r),
+            target=bindings.get(r),
+            pool=SlotPool([schedule], staging_bytes=1 << 10),
+        )
         fabric = fabric_of(channel)
         fabric.run(program, deadline=Deadline(20.0))
         channel.agree("done", "", deadline=Deadline(20.0))
@@ -120,7 +128,13 @@ def test_a_silent_peer_ends_the_run_within_the_deadline():
 
     def rank_main(channel):
         r = channel.rank
-        program = lower(schedule, r, source=held.bindings.get(r), target=wanted.bindings.get(r), staging_bytes=256)
+        program = lower(
+            schedule,
+            r,
+            source=held.bindings.get(r),
+            target=wanted.bindings.get(r),
+            pool=SlotPool([schedule], staging_bytes=256),
+        )
         fabric = fabric_of(channel)
         channel.agree("connected", "", deadline=Deadline(20.0))
         if r == 0:

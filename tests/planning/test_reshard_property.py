@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from refit_transport.errors import PlanError
 from refit_transport.fabrics.loopback import run_all
-from refit_transport.fabrics.program import lower
+from refit_transport.fabrics.program import SlotPool, lower
 from refit_transport.layout.manifest import Manifest
 from refit_transport.planning.plan import Holdings, TransferPlan
 from refit_transport.planning.planner import plan_transfer
@@ -50,7 +50,13 @@ def test_every_target_piece_equals_the_oracle(case, staging):
     held, wanted = HeldSide.of(source, tensors), HeldSide.of(target)
     ranks = held.bindings.keys() | wanted.bindings.keys()
     run_all(
-        lower(schedule, r, source=held.bindings.get(r), target=wanted.bindings.get(r), staging_bytes=staging)
+        lower(
+            schedule,
+            r,
+            source=held.bindings.get(r),
+            target=wanted.bindings.get(r),
+            pool=SlotPool([schedule], staging_bytes=staging),
+        )
         for r in ranks
     )
     assert wanted.differences(tensors) == []

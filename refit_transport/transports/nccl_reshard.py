@@ -1,0 +1,42 @@
+"""The transport that sends each target exactly the boxes it needs, shard to shard."""
+
+from __future__ import annotations
+
+from refit_transport.fabrics.base import Fabric, Spent
+from refit_transport.fabrics.deadline import Deadline
+from refit_transport.fabrics.program import Program, SlotPool, lower
+from refit_transport.planning.planner import plan_transfer
+from refit_transport.scheduling.schedule import Traffic
+from refit_transport.scheduling.scheduler import build_schedule
+from refit_transport.transports.base import Endpoint, Job
+
+
+class NcclReshard:
+    """One plan and one schedule for all its tensors; programs are bound once and again only when buffers move."""
+
+    def __init__(self, job: Job, tensors: tuple[str, ...]) -> None:
+        plan = plan_transfer(job.source, job.target, tensors=tensors)
+        self._schedule = build_schedule(plan, job.topology, bucket_bytes=job.settings.bucket_bytes)
+        self._pool = SlotPool([self._schedule], staging_bytes=job.settings.staging_bytes)
+        self._program: Program | None = None
+        self._addresses: tuple[int, ...] = ()
+
+    def digest(self) -> str:
+        """See `Transport.digest`."""
+        return self._schedule.digest()
+
+    def traffic(self) -> Traffic:
+        """See `Transport.traffic`."""
+        return self._schedule.traffic()
+
+    def run(self, endpoint: Endpoint, fabric: Fabric, *, deadline: Deadline) -> Spent:
+        """See `Transport.run`."""
+        return fabric.run(self._bound(endpoint), deadline=deadline)
+
+    def _bound(self, endpoint: Endpoint) -> Program:
+        source, target = endpoint.source_binding(), endpoint.target_binding()
+        addresses = tuple(a for binding in (source, target) if binding for a in binding.addresses())
+        if self._program is None or addresses != self._addresses:
+            self._program = lower(self._schedule, endpoint.rank, source=source, target=target, pool=self._pool)
+            self._addresses = addresses
+        return self._program
