@@ -1,0 +1,177 @@
+"""What a refit did: seconds by phase, bytes by transport and rank, and why some tensors went whole."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+
+from rich.console import Group
+from rich.table import Table
+
+from refit_transport.layout.manifest import Role
+from refit_transport.planning.routing import RESHARD, Route
+from refit_transport.scheduling.schedule import Traffic
+
+PHASES = ("plan", "agree", "pack", "network", "local", "load", "verify")
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """One rank's part. `seconds` by phase; bytes are payload that really crossed the fabric on this rank.
+
+    `private_layers`: layers whose engine keeps its own weight layout, so that they were staged and processed, with the
+    proof that failed. `verified`: boxes compared with the source.
+    """
+
+    rank: int
+    role: Role
+    host: str
+    seconds: Mapping[str, float]
+    sent_bytes: int
+    received_bytes: int
+    verified: int = 0
+    private_layers: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TransportReport:
+    """What one transport carried: number of tensors, and payload bytes over the network, inside domains, and copied."""
+
+    name: str
+    tensors: int
+    network_bytes: int
+    local_bytes: int
+    copied_bytes: int
+
+    @classmethod
+    def of(cls, name: str, tensors: int, traffic: Traffic) -> Self:
+        """From a transport's planned traffic."""
+        return cls(name, tensors, traffic.network, traffic.local, sum(traffic.copied.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSummary:
+    """What is planned for every refit of a session: the same on every rank.
+
+    `old_way_*` is what gathering and broadcasting every tensor would move. `whole` gives, by reason, the tensors that
+    don't go shard-to-shard; `unused` the source's tensors that no target rank takes.
+    """
+
+    transports: tuple[TransportReport, ...]
+    received_by_rank: Mapping[int, int]
+    old_way_network_bytes: int
+    old_way_received_bytes: int
+    whole: Mapping[str, tuple[str, ...]]
+    unused: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls,
+        traffic: Mapping[str, Traffic],
+        old_way: Traffic,
+        routes: Sequence[Route],
+        unused: Sequence[str],
+    ) -> Self:
+        """Sums the transports' traffic; `traffic` is by transport name."""
+        whole: dict[str, list[str]] = defaultdict(list)
+        received: dict[int, int] = defaultdict(int)
+        for route in routes:
+            if route.transport != RESHARD:
+                whole[f"{route.transport}: {route.reason}"].append(route.tensor)
+        for part in traffic.values():
+            for by_rank in (part.network_received, part.local_received):
+                for rank, nbytes in by_rank.items():
+                    received[rank] += nbytes
+        count = {name: sum(route.transport == name for route in routes) for name in traffic}
+        return cls(
+            tuple(TransportReport.of(name, count[name], part) for name, part in traffic.items()),
+            dict(sorted(received.items())),
+            old_way.network,
+            old_way.network + old_way.local,
+            {reason: tuple(names) for reason, names in whole.items()},
+            tuple(unused),
+        )
+
+    @property
+    def network_bytes(self) -> int:
+        return sum(part.network_bytes for part in self.transports)
+
+    @property
+    def received_bytes(self) -> int:
+        return sum(self.received_by_rank.values())
+
+
+@dataclass(frozen=True, slots=True)
+class RefitReport:
+    """One refit. `seconds` of a phase is the largest of any rank; `total_seconds` is rank 0's, from start to last report."""
+
+    version: int
+    total_seconds: float
+    summary: PlanSummary
+    ranks: tuple[RankReport, ...]
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds by phase, the slowest rank's."""
+        return {phase: max(rank.seconds.get(phase, 0.0) for rank in self.ranks) for phase in PHASES}
+
+    @property
+    def private_layers(self) -> dict[str, str]:
+        """Staged layers of any rank and why."""
+        return {layer: reason for rank in self.ranks for layer, reason in rank.private_layers.items()}
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain value, for logs and programs."""
+        return {**asdict(self), "seconds": self.seconds}
+
+    def render(self) -> Group:
+        """Tables for people."""
+        phases = Table(title=f"Refit of weight version {self.version}: {self.total_seconds * 1e3:.0f} ms")
+        for phase in PHASES:
+            phases.add_column(phase, justify="right")
+        phases.add_row(*(f"{self.seconds[phase] * 1e3:.1f} ms" for phase in PHASES))
+        ranks = Table(title="Bytes by rank")
+        for column in ("rank", "role", "sent", "received"):
+            ranks.add_column(column, justify="right")
+        for rank in self.ranks:
+            ranks.add_row(str(rank.rank), rank.role, megabytes(rank.sent_bytes), megabytes(rank.received_bytes))
+        return Group(phases, render_summary(self.summary), ranks, *self._notes())
+
+    def _notes(self) -> list[str]:
+        notes = []
+        if verified := sum(rank.verified for rank in self.ranks):
+            notes.append(f"verified: {verified} boxes on the targets equal the sources")
+        by_reason: dict[str, list[str]] = defaultdict(list)
+        for layer, reason in self.private_layers.items():
+            by_reason[reason].append(layer)
+        notes += [f"staged and processed, {reason}: {_names(layers)}" for reason, layers in by_reason.items()]
+        return notes
+
+
+def render_summary(summary: PlanSummary) -> Group:
+    """The planned bytes as a table, and the reasons for what isn't sent shard-to-shard."""
+    table = Table(title="Bytes by transport")
+    for column in ("transport", "tensors", "over the network", "inside domains", "copied on a rank"):
+        table.add_column(column, justify="left" if column == "transport" else "right")
+    for part in summary.transports:
+        sizes = (part.network_bytes, part.local_bytes, part.copied_bytes)
+        table.add_row(part.name, str(part.tensors), *(megabytes(size) for size in sizes))
+    sizes = (summary.old_way_network_bytes, summary.old_way_received_bytes - summary.old_way_network_bytes)
+    table.add_section()
+    table.add_row("all of it by gather_broadcast", "", *(megabytes(size) for size in sizes), "")
+    lines = [f"whole, {reason}: {_names(names)}" for reason, names in summary.whole.items()]
+    if summary.unused:
+        lines.append(f"not taken by any target: {_names(summary.unused)}")
+    return Group(table, *lines)
+
+
+def megabytes(nbytes: int) -> str:
+    """A size for people, in units of 10^6 bytes."""
+    return f"{nbytes / 1e6:.3f} MB"
+
+
+def _names(names: Sequence[str], most: int = 4) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -1,0 +1,299 @@
+"""A refit session on one rank: prepared once, run for every new weight version."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any, Self
+
+from refit_transport.config.settings import RefitSettings
+from refit_transport.errors import RefitTransportError, TransferError, VersionError
+from refit_transport.fabrics.base import Fabric, Spent
+from refit_transport.fabrics.deadline import Deadline
+from refit_transport.fabrics.gloo import GlooFabric, address_toward
+from refit_transport.fabrics.rendezvous import ControlChannel
+from refit_transport.layout.manifest import Manifest
+from refit_transport.layout.wire import digest, manifest_from_json, manifest_to_json
+from refit_transport.planning.routing import RESHARD, Route, route_tensors
+from refit_transport.report import PlanSummary, RankReport, RefitReport
+from refit_transport.scheduling.topology import Topology
+from refit_transport.sources.base import Source
+from refit_transport.targets.base import Target
+from refit_transport.transports.base import Endpoint, Job, Transport
+from refit_transport.transports.gather_broadcast import GatherBroadcast
+from refit_transport.transports.registry import load, resolve
+from refit_transport.verification import Verifier
+
+
+class RefitPlan:
+    """Everything that is decided before the first byte moves: routes, transports, summary. Pure; equal on every rank."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.routes = _routes(job)
+        groups: dict[str, list[str]] = {}
+        for route in self.routes:
+            groups.setdefault(route.transport, []).append(route.tensor)
+        self.transports: dict[str, Transport] = {
+            name: load(resolve(name))(job, tuple(tensors)) for name, tensors in sorted(groups.items())
+        }
+
+    def digest(self) -> str:
+        """Of routes, schedules and settings."""
+        parts = (repr(self.routes), repr(self.job.settings), repr(self.job.topology))
+        return digest(*parts, *(transport.digest() for transport in self.transports.values()))
+
+    def summary(self) -> PlanSummary:
+        """The planned bytes beside what gathering and broadcasting every tensor would move."""
+        names = tuple(route.tensor for route in self.routes)
+        unused = [spec.name for spec in self.job.source.tensors if spec.name not in set(names)]
+        traffic = {name: transport.traffic() for name, transport in self.transports.items()}
+        return PlanSummary.of(traffic, GatherBroadcast(self.job, names).traffic(), self.routes, unused)
+
+    def verifier(self) -> Verifier:
+        """Over all tensors that the targets describe, whatever their transport."""
+        opaque = {o.tensor for ranked in self.job.target.ranks for o in ranked.opaque}
+        return Verifier(
+            self.job.source, self.job.target, [r.tensor for r in self.routes if r.tensor not in opaque]
+        )
+
+
+def _routes(job: Job) -> tuple[Route, ...]:
+    settings = job.settings
+    routes = route_tensors(job.target, coverage=settings.coverage, rules=settings.routes)
+    if settings.transport == RESHARD:
+        return routes
+    reason = f"refit_transport: {settings.transport}"
+    return tuple(
+        route if route.reason.startswith("the target") else Route(route.tensor, settings.transport, reason)
+        for route in routes
+    )
+
+
+class RefitSession:
+    """One rank's session. Every method is collective over all ranks of the refit.
+
+    Order for each version: `begin`, `transfer(version)`, `finish`. After an error the session is broken: what arrived may
+    be torn, and a new session must be prepared.
+    """
+
+    def __init__(self, channel: ControlChannel, endpoint: Endpoint, plan: RefitPlan, fabric: Fabric) -> None:
+        self._channel, self._endpoint, self._plan, self._fabric = channel, endpoint, plan, fabric
+        self._settings = plan.job.settings
+        self._summary = plan.summary() if channel.rank == 0 else None
+        self._verifier = plan.verifier() if self._settings.verify != "off" else None
+        self._seconds: dict[str, float] = {}
+        self._spent = Spent()
+        self._verified = 0
+        self._began = 0.0
+        self._state = "idle"
+        self.version = -1
+
+    @classmethod
+    def prepare(
+        cls,
+        channel: ControlChannel,
+        *,
+        sources: int,
+        settings: RefitSettings | None = None,
+        source: Source | None = None,
+        target: Target | None = None,
+    ) -> Self:
+        """Exchanges manifests, plans, compares digests and connects the fabric; returns a complete session or raises.
+
+        Args:
+            channel: this rank's control channel; ranks 0 to `sources` - 1 are sources, the others targets.
+            sources: the number of source ranks.
+            settings: given by rank 0 only, which hands them to the others.
+            source: this rank's source, on source ranks.
+            target: this rank's target, on target ranks.
+        """
+        began = time.perf_counter()
+        with _telling_others(channel):
+            job, endpoint = _exchange(channel, sources, settings, source, target)
+            deadline = Deadline(job.settings.timeout_s)
+            plan = RefitPlan(job)
+            channel.agree("the plan/0", plan.digest(), deadline=deadline)
+            session = cls(channel, endpoint, plan, _fabric(channel, job.settings))
+        session._seconds["plan"] = time.perf_counter() - began
+        return session
+
+    @property
+    def plan(self) -> RefitPlan:
+        return self._plan
+
+    def begin(self) -> None:
+        """Opens a refit: from here until `finish` the target's weights are not to be used."""
+        self._require("idle", "begin")
+        self._began = time.perf_counter()
+        self._spent, self._verified = Spent(), 0
+        with self._guarded("begin"):
+            if self._endpoint.target is not None:
+                self._endpoint.target.begin()
+        self._state = "open"
+
+    def transfer(self, version: int) -> None:
+        """Delivers the sources' present weights as `version`, and verifies them if the settings ask for it.
+
+        Raises:
+            VersionError: `version` isn't above the last one; nothing has moved and the refit stays open.
+            TransferError, DeadlineError, AgreementError, VerificationError: the session is broken.
+        """
+        self._require("open", "transfer")
+        if version <= self.version:
+            raise VersionError(version, self.version)
+        deadline = Deadline(self._settings.timeout_s)
+        with self._guarded("transfer"):
+            with self._timed("agree"):
+                self._channel.agree(f"the weight version/{self.version}", str(version), deadline=deadline)
+            for transport in self._plan.transports.values():
+                self._spent.add(transport.run(self._endpoint, self._fabric, deadline=deadline))
+            with self._timed("verify"):
+                self._verify(version, deadline)
+            with self._timed("agree"):
+                self._channel.agree(f"delivery/{version}", "complete", deadline=deadline)
+        self._state, self.version = "delivered", version
+
+    def finish(self) -> RefitReport | None:
+        """Closes the refit: targets serve the new weights. Rank 0 waits for all ranks and returns the report."""
+        self._require("delivered", "finish")
+        with self._guarded("finish"):
+            if self._endpoint.target is not None:
+                with self._spent.timing("load"):
+                    self._endpoint.target.finish()
+            self._channel.publish(f"report/{self.version}", asdict(self._rank_report()))
+            self._state = "idle"
+            if self._summary is None:
+                return None
+            deadline = Deadline(self._settings.timeout_s)
+            parts = self._channel.collect(f"report/{self.version}", range(self._channel.world_size), deadline=deadline)
+        self._seconds["plan"] = 0.0
+        total = time.perf_counter() - self._began
+        return RefitReport(self.version, total, self._summary, tuple(RankReport(**part) for part in parts))
+
+    def run(self, version: int) -> RefitReport | None:
+        """`begin`, `transfer` and `finish` in one call, for ranks that no engine drives."""
+        self.begin()
+        self.transfer(version)
+        return self.finish()
+
+    def close(self) -> None:
+        """Leaves the refit's group."""
+        self._state = "closed"
+        self._fabric.close()
+
+    def _verify(self, version: int, deadline: Deadline) -> None:
+        if self._verifier is None:
+            return
+        atoms = self._verifier.atoms(version, share=self._settings.verify)
+        topic = f"checksums/{version}"
+        source, target = self._endpoint.source_binding(), self._endpoint.target_binding()
+        if source is not None:
+            self._channel.publish(topic, self._verifier.source_checksums(source, atoms))
+        if target is not None:
+            sources = [ranked.rank for ranked in self._plan.job.source.ranks]
+            parts = self._channel.collect(topic, sources, deadline=deadline)
+            sums = {atom: value for part in parts for atom, value in part.items()}
+            self._verified = self._verifier.compare(target, atoms, sums, version)
+
+    def _rank_report(self) -> RankReport:
+        spent, target = self._spent, self._endpoint.target
+        seconds = {**self._seconds, **{name: getattr(spent, name) for name in ("pack", "network", "local", "load")}}
+        return RankReport(
+            self._channel.rank,
+            self._endpoint.manifest.role,
+            socket.gethostname(),
+            seconds,
+            spent.sent_bytes,
+            spent.received_bytes,
+            self._verified,
+            {} if target is None else dict(target.private_layers()),
+        )
+
+    def _require(self, state: str, call: str) -> None:
+        if self._state != state:
+            reason = f"{call} needs a session that is {state}; this one is {self._state}"
+            raise TransferError(self._channel.rank, -1, call, "", reason)
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - began
+
+    @contextmanager
+    def _guarded(self, phase: str) -> Iterator[None]:
+        """Breaks the session on any error and tells the other ranks the cause."""
+        try:
+            with _telling_others(self._channel):
+                yield
+        except RefitTransportError:
+            self._state = "broken"
+            self._fabric.close()
+            raise
+        except Exception as error:
+            self._state = "broken"
+            self._fabric.close()
+            raise TransferError(self._channel.rank, -1, phase, "", f"{type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def _telling_others(channel: ControlChannel) -> Iterator[None]:
+    """Publishes an error's cause; where another rank's came first, raises that one."""
+    try:
+        yield
+    except Exception as error:
+        first = channel.failure()
+        if first is not None:
+            raise first from error
+        channel.report_failure(error)
+        raise
+
+
+def _exchange(
+    channel: ControlChannel, sources: int, settings: RefitSettings | None, source: Source | None, target: Target | None
+) -> tuple[Job, Endpoint]:
+    """Publishes this rank's manifest and reads all others'."""
+    rank, ranks = channel.rank, range(channel.world_size)
+    if settings is not None:
+        channel.publish("settings", settings.to_json())
+    deadline = Deadline(settings.timeout_s if settings is not None else channel.timeout_s)
+    agreed = RefitSettings.from_json(channel.collect("settings", (0,), deadline=deadline)[0])
+    channel.publish("host", socket.gethostname())
+    own = None
+    if source is not None:
+        own = source.manifest(rank)
+        channel.publish("manifest", manifest_to_json(own))
+    held = Manifest.of(_manifests(channel, ranks[:sources], deadline))
+    if target is not None:
+        own = target.manifest(rank, held.tensors)
+        channel.publish("manifest", manifest_to_json(own))
+    wanted = Manifest.of(_manifests(channel, ranks[sources:], deadline))
+    if own is None:
+        raise TransferError(rank, -1, "prepare", "", "a rank needs a source or a target")
+    topology = _topology(channel, agreed, deadline)
+    return Job(held, wanted, topology, agreed), Endpoint(rank, own, source, target)
+
+
+def _manifests(channel: ControlChannel, ranks: range, deadline: Deadline) -> Iterator[Any]:
+    return map(manifest_from_json, channel.collect("manifest", ranks, deadline=deadline))
+
+
+def _topology(channel: ControlChannel, settings: RefitSettings, deadline: Deadline) -> Topology:
+    if settings.domains is not None:
+        return Topology.of(settings.domains)
+    hosts = channel.collect("host", range(channel.world_size), deadline=deadline)
+    return Topology.from_hosts(dict(enumerate(hosts)))
+
+
+def _fabric(channel: ControlChannel, settings: RefitSettings) -> Fabric:
+    return GlooFabric(
+        channel.group_store("gloo"),
+        rank=channel.rank,
+        world_size=channel.world_size,
+        address=address_toward(channel.host),
+        timeout_s=settings.timeout_s,
+    )
