@@ -1,0 +1,58 @@
+# `make demo` and `make test` do all their set-up themselves: an environment in .venv with the pinned versions of
+# requirements/cpu.txt. Where pip's default index serves CUDA builds of torch, let PIP_EXTRA_INDEX_URL name one that has
+# the CPU builds.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+LOCK := requirements/cpu.txt
+
+# pip writes nothing but progress to the terminal, and never asks.
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_NO_INPUT := 1
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help install demo test check format nightly clean
+
+help: ## This list
+	@sed -n 's/^\([a-z]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 12
+
+install: $(VENV)/.installed ## Create .venv with the pinned dependencies and this package
+
+demo: $(VENV)/.installed ## Refit a tiny Megatron policy into vLLM three times on this machine
+	$(BIN)/refit-transport run configs/demo.yaml
+
+test: check ## Everything that CI runs: the checks, then all tests
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.installed ## Formatting, lint, types, import directions
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.installed ## Format and fix what can be fixed mechanically
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+nightly: check ## All tests with many more random examples
+	$(BIN)/python -m pytest --hypothesis-profile=nightly
+
+clean: ## Remove the environment, the caches and the demo's output
+	rm -rf $(VENV) demo-output build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A stamp is the last thing a recipe writes, so a failed installation leaves none and the next `make` goes on with it.
+# torch brings its own dependencies (a CUDA build needs more than the CPU build); the lock holds everything else.
+$(VENV)/.dependencies: $(LOCK)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "Python 3.11 or newer is needed: make PYTHON=python3.11 ..." >&2; exit 2; }
+	rm -f $(VENV)/.installed
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint $(LOCK) torch
+	$(BIN)/python -m pip install --quiet --no-deps --requirement $(LOCK)
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.dependencies pyproject.toml
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@

@@ -1,0 +1,169 @@
+"""The command line: `refit-transport COMMAND CONFIG`.
+
+A command parses, calls the library and prints: a table for people, JSON for programs (`--json`). What it needs is
+imported inside it, so that `--help` answers at once. Our own errors become one message on stderr and an exit code.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from enum import IntEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from refit_transport.errors import (
+    ConfigError,
+    MissingDependencyError,
+    RefitTransportError,
+    UnknownTransportError,
+    Violation,
+)
+
+if TYPE_CHECKING:
+    from refit_transport.config.schema import RefitConfig
+
+
+class ExitCode(IntEnum):
+    """What the shell sees."""
+
+    FINE = 0
+    FAILED = 1
+    WRONG_USAGE = 2
+
+
+class _Commands(TyperGroup):
+    """Turns this package's errors into a message and an exit code, for every command."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (ConfigError, UnknownTransportError, MissingDependencyError) as error:
+            typer.echo(f"refit-transport: {error}", err=True)
+            raise typer.Exit(ExitCode.WRONG_USAGE) from None
+        except RefitTransportError as error:
+            typer.echo(f"refit-transport: {error}", err=True)
+            raise typer.Exit(ExitCode.FAILED) from None
+
+
+app = typer.Typer(
+    name="refit-transport",
+    cls=_Commands,
+    help="Shard-to-shard weight refit from a Megatron policy to vLLM samplers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file with NeMo RL's keys.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Overrides a key, such as policy.precision=float32. Repeatable."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+
+
+def main() -> None:
+    """The console script."""
+    app()
+
+
+@app.command()
+def validate(config: ConfigFile, *, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Check a configuration and say everything that is wrong with it."""
+    try:
+        checked = load(config, overrides)
+    except ConfigError as error:
+        if as_json:
+            print_json({"ok": False, "source": error.source, "violations": [_fields(v) for v in error.violations]})
+        raise
+    if as_json:
+        print_json(
+            {"ok": True, "source": str(config), "summary": _summary(checked), "config": checked.model_dump(mode="json")}
+        )
+    else:
+        print_table(f"{config}: fine", ("", ""), [(key, _text(value)) for key, value in _summary(checked).items()])
+
+
+@app.command()
+def transports(*, as_json: AsJson = False) -> None:
+    """List the transports that `refit_transport` can name."""
+    from refit_transport.transports.registry import DEFAULT_TRANSPORT, known_transports
+
+    entries = list(known_transports().values())
+    if as_json:
+        keys = ("name", "target", "description", "extra", "provider")
+        listed = [{key: getattr(entry, key) for key in keys} for entry in entries]
+        print_json({"default": DEFAULT_TRANSPORT, "transports": listed})
+    else:
+        rows = [(entry.name, entry.description, entry.target) for entry in entries]
+        print_table("Transports (or 'package.module:Class')", ("name", "what it does", "class"), rows)
+
+
+def load(config: Path, overrides: list[str] | None) -> RefitConfig:
+    """The checked configuration that a command runs on."""
+    from refit_transport.config.load import load_config
+    from refit_transport.transports.registry import resolve
+
+    return load_config(config, resolve_transport=resolve, overrides=overrides or ())
+
+
+def print_json(value: object) -> None:
+    """One JSON document on stdout."""
+    typer.echo(json.dumps(value, indent=2))
+
+
+def print_table(title: str, headers: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    """A table for people on stdout; a table without header texts is a list of keys and values."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", show_header=any(headers), box=None, padding=(0, 2, 0, 0))
+    for header in headers:
+        table.add_column(header, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console(soft_wrap=False, markup=False, highlight=False).print(table)
+
+
+def _summary(config: RefitConfig) -> dict[str, object]:
+    megatron, vllm, settings = config.policy.megatron_cfg, config.policy.generation.vllm_cfg, config.settings
+    return {
+        "model": config.policy.model_name,
+        "training ranks": config.training_ranks,
+        "training layout": {
+            "tensor": megatron.tensor_model_parallel_size,
+            "pipeline": megatron.pipeline_model_parallel_size,
+            "virtual pipeline": megatron.virtual_pipeline_model_parallel_size or 1,
+            "context": megatron.context_parallel_size,
+            "data": config.data_parallel_size,
+            "expert": megatron.expert_model_parallel_size,
+            "expert tensor": megatron.expert_tensor_ranks,
+        },
+        "generation ranks": config.generation_ranks,
+        "generation layout": {
+            "tensor": vllm.tensor_parallel_size,
+            "pipeline": vllm.pipeline_parallel_size,
+            "expert": vllm.expert_parallel_size,
+            "engines": config.engines,
+        },
+        "precision": {"training": config.policy.precision, "generation": config.vllm_precision},
+        "transport": config.transport,
+        "fabric": settings.fabric,
+        "domains": [list(ranks) for ranks in domains] if (domains := config.domains()) is not None else "one per host",
+        "staging, bucket, chunk": [settings.staging_bytes, settings.bucket_bytes, settings.chunk_bytes],
+        "verify": settings.verify,
+    }
+
+
+def _text(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {inner}" for key, inner in value.items())
+    return str(value)
+
+
+def _fields(violation: Violation) -> dict[str, str]:
+    return {key: getattr(violation, key) for key in ("path", "value", "reason", "remedy")}

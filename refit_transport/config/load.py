@@ -1,0 +1,99 @@
+"""From a YAML file to a `RefitConfig`, or to one `ConfigError` with everything that is wrong."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from refit_transport.config.document import Document, read_document, read_mapping
+from refit_transport.config.facts import TransportLookup, job_of
+from refit_transport.config.keys import KeyPath, split_foreign
+from refit_transport.config.rules import broken_rules
+from refit_transport.config.schema import RefitConfig
+from refit_transport.config.translate import PLACEHOLDERS, translated
+from refit_transport.errors import ConfigError
+
+
+def load_config(path: str | Path, *, resolve_transport: TransportLookup, overrides: Sequence[str] = ()) -> RefitConfig:
+    """Reads, merges and checks a configuration file.
+
+    `overrides` are `key.path=value` texts, applied last. `resolve_transport` is `transports.registry.resolve`.
+
+    Raises:
+        ConfigError: with one violation for each problem.
+    """
+    return _checked(read_document(Path(path), overrides), resolve_transport)
+
+
+def config_from(
+    values: Mapping[str, Any], *, resolve_transport: TransportLookup, source: str = "config"
+) -> RefitConfig:
+    """Checks a configuration that was read elsewhere, such as NeMo RL's; `source` stands in for the file name.
+
+    Raises:
+        ConfigError: with one violation for each problem.
+    """
+    return _checked(read_mapping(values, source), resolve_transport)
+
+
+def _checked(document: Document, resolve_transport: TransportLookup) -> RefitConfig:
+    ours, unknown = split_foreign(document.values)
+    found = [problem for problem in document.problems if _holds(ours, problem.path)]
+    found += [finding.violation for finding in unknown]
+    doubtful = {violation.path for violation in found} | {path for finding in unknown for path in finding.suspects}
+    try:
+        config = RefitConfig.model_validate(ours)
+    except ValidationError as error:
+        refused = translated(error)
+        found += [violation for violation in refused if not _told(violation.path, doubtful)]
+        doubtful |= {violation.path for violation in refused}
+        config = _repaired(ours, error)
+    job = job_of(config, resolve_transport=resolve_transport)
+    found += broken_rules(job, doubtful=frozenset(doubtful))
+    if found:
+        raise ConfigError(document.source, tuple(map(document.with_origin, found)))
+    config._document = document.values
+    return config
+
+
+def _told(path: str, doubtful: set[str]) -> bool:
+    return any(path == other or path.startswith((f"{other}.", f"{other}[")) for other in doubtful)
+
+
+def _holds(ours: Mapping[str, Any], path: str) -> bool:
+    """Whether a key is ours: a section of NeMo RL's is gone from `ours`."""
+    value: Any = ours
+    for key in path.split("[", maxsplit=1)[0].split("."):
+        if not isinstance(value, Mapping) or key not in value:
+            return False
+        value = value[key]
+    return True
+
+
+def _repaired(ours: dict[str, Any], error: ValidationError) -> RefitConfig:
+    """The configuration with defaults and placeholders for what was refused, for the rules about the rest."""
+    while True:
+        refused = [details["loc"] for details in error.errors(include_url=False, include_context=False)]
+        for where in refused:
+            _replace(ours, where)
+        try:
+            return RefitConfig.model_validate(ours)
+        except ValidationError as remaining:
+            if [details["loc"] for details in remaining.errors(include_url=False)] == refused:
+                raise  # a required key without a placeholder; a test finds it
+            error = remaining
+
+
+def _replace(ours: dict[str, Any], where: KeyPath) -> None:
+    """Drops a refused value; a refused item takes its whole list along."""
+    names = [str(key) for key in itertools.takewhile(lambda key: isinstance(key, str), where)]
+    section = ours
+    for name in names[:-1]:
+        section = section[name]
+    section.pop(names[-1], None)
+    if (placeholder := PLACEHOLDERS.get(".".join(names))) is not None:
+        section[names[-1]] = placeholder()

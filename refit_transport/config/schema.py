@@ -1,0 +1,370 @@
+"""The configuration as frozen models: NeMo RL's key names, with our settings under `refit_cfg` and `refit_run`.
+
+These models hold the keys that this package reads and are strict about them. NeMo RL's other keys (`foreign.py`) stay
+in `RefitConfig.document`, untouched. A value that depends on several keys is checked in `rules.py`.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    field_validator,
+    model_validator,
+)
+
+Ranks = tuple[int, ...]
+Precision = Literal["float32", "bfloat16"]
+Fabric = Literal["auto", "loopback", "gloo", "nccl", "nccl_m2n"]
+_REGEX = "re:"
+
+KIB, MIB = 1024, 1024**2
+
+
+def _not_a_flag(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("must be a number, not true or false")
+    return value
+
+
+Count = Annotated[int, BeforeValidator(_not_a_flag), Field(ge=1)]
+Number = Annotated[float, BeforeValidator(_not_a_flag), Field(allow_inf_nan=False)]
+Bytes = Annotated[ByteSize, BeforeValidator(_not_a_flag), Field(ge=1 * KIB)]
+Port = Annotated[int, BeforeValidator(_not_a_flag), Field(ge=1, le=65535)]
+TokenId = Annotated[int, BeforeValidator(_not_a_flag), Field(ge=0)]
+
+
+class Section(BaseModel):
+    """A block of the YAML: frozen, and strict about its keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_empty(cls, value: object) -> object:
+        return {} if value is None else value
+
+
+class Optimizer(Section):
+    """`policy.megatron_cfg.optimizer`."""
+
+    lr: Annotated[Number, Field(gt=0)] = 1e-3
+
+
+class Megatron(Section):
+    """`policy.megatron_cfg`: how the training side is cut."""
+
+    enabled: bool
+    tensor_model_parallel_size: Count = 1
+    pipeline_model_parallel_size: Count = 1
+    virtual_pipeline_model_parallel_size: Count | None = None
+    expert_model_parallel_size: Count = 1
+    # null: the same as tensor_model_parallel_size, as in Megatron.
+    expert_tensor_parallel_size: Count | None = None
+    context_parallel_size: Count = 1
+    sequence_parallel: bool = False
+    num_layers_in_first_pipeline_stage: Count | None = None
+    num_layers_in_last_pipeline_stage: Count | None = None
+    # The vocabulary is padded to a multiple of this times tensor_model_parallel_size.
+    make_vocab_size_divisible_by: Count = 1
+    optimizer: Optimizer = Optimizer()
+
+    @property
+    def expert_tensor_ranks(self) -> int:
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks of one copy of the dense weights, context parallelism included."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks of one copy of the expert weights."""
+        return self.expert_tensor_ranks * self.expert_model_parallel_size * self.pipeline_model_parallel_size
+
+
+class Resources(Section):
+    """`policy.generation.colocated.resources`: what the generation side takes from the cluster."""
+
+    gpus_per_node: Count | None = None
+    num_nodes: Count | None = None
+
+    @property
+    def ranks(self) -> int:
+        return (self.gpus_per_node or 0) * (self.num_nodes or 1)
+
+
+class Colocated(Section):
+    """`policy.generation.colocated`."""
+
+    enabled: bool
+    resources: Resources = Resources()
+
+
+class Vllm(Section):
+    """`policy.generation.vllm_cfg`: how the generation side is cut and run."""
+
+    tensor_parallel_size: Count = 1
+    pipeline_parallel_size: Count = 1
+    # 1: experts are cut by tensor parallelism. Else tensor_parallel_size times the engines that share the experts.
+    expert_parallel_size: Count = 1
+    # null: as policy.precision.
+    precision: str | None = None
+    max_model_len: Count | None = None
+    gpu_memory_utilization: Annotated[Number, Field(gt=0, le=1)] = 0.5
+    async_engine: bool = False
+    enforce_eager: bool = False
+    # What the engine loads before the first refit; `dummy` is random weights.
+    load_format: Literal["auto", "dummy", "safetensors"] = "auto"
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks of one engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+class Route(Section):
+    """Sends the parameters whose canonical name matches by one transport; the first route that matches decides.
+
+    A pattern is a glob over the whole name, or with the prefix `re:` a regular expression that is searched for.
+
+    >>> Route(pattern="*.mlp.*", transport="nccl_reshard").matches("model.layers.0.mlp.up_proj.weight")
+    True
+    >>> Route(pattern="re:layers[.][02][.]", transport="gather_broadcast").matches("model.layers.1.mlp.up_proj.weight")
+    False
+    """
+
+    pattern: Annotated[str, Field(min_length=1)]
+    transport: Literal["nccl_reshard", "gather_broadcast"]
+
+    @field_validator("pattern")
+    @classmethod
+    def _compiles(cls, pattern: str) -> str:
+        try:
+            _compiled(pattern)
+        except re.error as error:
+            raise ValueError(f"must be a regular expression after {_REGEX!r} ({error})") from None
+        return pattern
+
+    def matches(self, name: str) -> bool:
+        return _compiled(self.pattern).search(name) is not None
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    if pattern.startswith(_REGEX):
+        return re.compile(pattern.removeprefix(_REGEX))
+    return re.compile(rf"\A{fnmatch.translate(pattern)}")
+
+
+def _domains_form(value: object) -> object:
+    is_lists = isinstance(value, list | tuple) and all(
+        isinstance(ranks, list | tuple) and all(type(rank) is int and rank >= 0 for rank in ranks) for ranks in value
+    )
+    if not is_lists and value not in ("auto", "single", "per_role"):
+        raise ValueError("must be auto, single, per_role, or lists of refit ranks such as [[0, 1], [2, 3]]")
+    return value
+
+
+class Topology(Section):
+    """Which refit ranks share a fast domain (a host, or an NVLink island).
+
+    Refit ranks: the training ranks first, in Megatron's order, then the generation ranks, engine by engine.
+    """
+
+    # auto: one domain per host. single: all ranks in one. per_role: training ranks in one, generation ranks in another.
+    # Or lists of refit ranks that name every rank once.
+    domains: Annotated[Literal["auto", "single", "per_role"] | tuple[Ranks, ...], BeforeValidator(_domains_form)] = (
+        "auto"
+    )
+
+
+class TransportSettings(Section):
+    """`refit_cfg.gather_broadcast`, and the part of `refit_cfg.nccl_reshard` that both transports share."""
+
+    # auto: nccl where the ranks have CUDA devices, gloo elsewhere.
+    fabric: Fabric = "auto"
+    topology: Topology = Topology()
+    # Extra memory of one rank during a refit; a number of bytes or text such as "64MiB".
+    staging_bytes: Bytes = ByteSize(16 * MIB)
+    # Small tensors are packed into messages of this size: a quarter of the staging memory unless set.
+    bucket_bytes: Bytes = Field(default_factory=lambda known: ByteSize(max(1, known["staging_bytes"] // 4)))
+    # Large tensors are cut into pieces of this size, so that the stages overlap: 1 MiB or the bucket unless set.
+    chunk_bytes: Bytes = Field(default_factory=lambda known: ByteSize(min(MIB, known["bucket_bytes"])))
+    # Seconds until a rank that waits for another gives up and the refit fails.
+    timeout_s: Annotated[Number, Field(gt=0)] = 300.0
+    # What is compared after the transfer: nothing, a checksum of a sample of the boxes, or of all.
+    verify: Literal["off", "sample", "full"] = "sample"
+    commit: Literal["in_place", "staged"] = "in_place"
+
+
+class NcclReshardSettings(TransportSettings):
+    """`refit_cfg.nccl_reshard`."""
+
+    # ffn: FFN projections go shard to shard and the rest by gather_broadcast. all: everything describable does.
+    coverage: Literal["ffn", "all"] = "ffn"
+    # Decided before `coverage`.
+    routes: tuple[Route, ...] = ()
+
+
+class RefitSettings(Section):
+    """`policy.generation.refit_cfg`: settings by transport name. Those of other transports stay in the document."""
+
+    nccl_reshard: NcclReshardSettings = NcclReshardSettings()
+    gather_broadcast: TransportSettings = TransportSettings()
+
+
+class Generation(Section):
+    """`policy.generation`."""
+
+    colocated: Colocated
+    backend: str = "vllm"
+    vllm_cfg: Vllm = Vllm()
+    # nccl_reshard, gather_broadcast, an installed transport or "module:Class"; null is gather_broadcast, as in NeMo RL.
+    refit_transport: Annotated[str, Field(min_length=1)] | None = None
+    refit_cfg: RefitSettings = RefitSettings()
+
+
+class Policy(Section):
+    """`policy`."""
+
+    # A checkpoint folder (config.json beside safetensors), relative to the working directory.
+    model_name: Annotated[str, Field(min_length=1)]
+    precision: Precision
+    megatron_cfg: Megatron
+    generation: Generation
+
+
+class Cluster(Section):
+    """`cluster`. Where there is no GPU, a "GPU" is one CPU process."""
+
+    gpus_per_node: Count
+    num_nodes: Count = 1
+    # Ports of the rendezvous; null: any that is free.
+    master_port_range_low: Port | None = None
+    master_port_range_high: Port | None = None
+
+    @property
+    def ranks(self) -> int:
+        return self.gpus_per_node * self.num_nodes
+
+
+class TinyModel(Section):
+    """`refit_run.tiny_model`: a Qwen3 of random weights for `run` to make; keys as in Hugging Face's config.json."""
+
+    kind: Literal["dense", "moe"]
+    seed: Annotated[int, Field(ge=0)] = 0
+    vocab_size: Count = 256
+    hidden_size: Count = 64
+    num_hidden_layers: Count = 2
+    num_attention_heads: Count = 4
+    num_key_value_heads: Count = 2
+    head_dim: Count = 16
+    intermediate_size: Count = 128
+    max_position_embeddings: Count = 128
+    tie_word_embeddings: bool = False
+    # Only of kind moe.
+    num_experts: Count = 8
+    num_experts_per_tok: Count = 2
+    moe_intermediate_size: Count = 64
+
+    def hf_config(self) -> dict[str, Any]:
+        """The keys for Qwen3Config or Qwen3MoeConfig."""
+        expert_keys = {"num_experts", "num_experts_per_tok", "moe_intermediate_size"}
+        return self.model_dump(exclude={"kind", "seed"} | (expert_keys if self.kind == "dense" else set()))
+
+
+class RefitRun(Section):
+    """`refit_run`: what `refit-transport run` does between refits. Ours; NeMo RL doesn't know it."""
+
+    refits: Count = 3
+    # Optimizer steps before each refit.
+    steps_per_refit: Count = 2
+    # Of the training tokens.
+    seed: Annotated[int, Field(ge=0)] = 0
+    # Sequences of one step, over all data-parallel ranks, and tokens of one sequence.
+    batch_size: Count = 4
+    sequence_length: Count = 32
+    # Token ids on which both sides' log-probabilities are compared after each refit, and by how much they may differ.
+    prompts: tuple[Annotated[tuple[TokenId, ...], Field(min_length=2)], ...] = ((1, 2, 3, 4, 5, 6, 7, 8), (8, 6, 4, 2))
+    logprob_tolerance: Annotated[Number, Field(gt=0)] = 1e-4
+    # Where the refit reports go as JSON, relative to the working directory; null: nowhere.
+    report: str | None = None
+    # Makes policy.model_name before the run, replacing what an earlier run made there.
+    tiny_model: TinyModel | None = None
+
+
+class RefitConfig(Section):
+    """A whole job: what is trained, what serves it, and how the weights get from one to the other."""
+
+    policy: Policy
+    cluster: Cluster
+    refit_run: RefitRun = RefitRun()
+
+    _document: Mapping[str, Any] = PrivateAttr(default_factory=dict)
+
+    @property
+    def document(self) -> Mapping[str, Any]:
+        """The whole YAML as read, with NeMo RL's own keys."""
+        return self._document
+
+    @property
+    def generation_ranks(self) -> int:
+        return self.policy.generation.colocated.resources.ranks
+
+    @property
+    def training_ranks(self) -> int:
+        return self.cluster.ranks - self.generation_ranks
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Of the training side."""
+        return self.training_ranks // self.policy.megatron_cfg.model_ranks
+
+    @property
+    def engines(self) -> int:
+        """vLLM engines, which is data parallelism of the generation side."""
+        return self.generation_ranks // self.policy.generation.vllm_cfg.model_ranks
+
+    @property
+    def vllm_precision(self) -> str:
+        precision = self.policy.generation.vllm_cfg.precision
+        return self.policy.precision if precision in (None, "auto") else precision
+
+    @property
+    def transport(self) -> str:
+        return self.policy.generation.refit_transport or "gather_broadcast"
+
+    @cached_property
+    def settings(self) -> TransportSettings:
+        """Of the chosen transport. Another package's has those of `gather_broadcast` and `plugin_settings`."""
+        refit_cfg = self.policy.generation.refit_cfg
+        return refit_cfg.nccl_reshard if self.transport == "nccl_reshard" else refit_cfg.gather_broadcast
+
+    @property
+    def plugin_settings(self) -> Mapping[str, Any]:
+        """`refit_cfg.<transport>` as it stands in the document."""
+        refit_cfg = self.document.get("policy", {}).get("generation", {}).get("refit_cfg") or {}
+        return refit_cfg.get(self.transport) or {}
+
+    def domains(self) -> tuple[Ranks, ...] | None:
+        """The refit ranks of each fast domain; None where only the placement on hosts tells (`auto`)."""
+        domains = self.settings.topology.domains
+        every = range(self.cluster.ranks)
+        if domains == "auto":
+            return None
+        if domains == "single":
+            return (tuple(every),)
+        if domains == "per_role":
+            return tuple(every[: self.training_ranks]), tuple(every[self.training_ranks :])
+        return domains
