@@ -105,7 +105,7 @@ class PlanSummary:
 
 @dataclass(frozen=True, slots=True)
 class RefitReport:
-    """One refit. `seconds` of a phase is the largest of any rank; `total_seconds` is rank 0's, from start to last report."""
+    """One refit. Seconds of a phase are the slowest rank's; `total_seconds` is rank 0's, from start to last report."""
 
     version: int
     total_seconds: float
@@ -158,9 +158,9 @@ def render_summary(summary: PlanSummary) -> Group:
     for part in summary.transports:
         sizes = (part.network_bytes, part.local_bytes, part.copied_bytes)
         table.add_row(part.name, str(part.tensors), *(megabytes(size) for size in sizes))
-    sizes = (summary.old_way_network_bytes, summary.old_way_received_bytes - summary.old_way_network_bytes)
     table.add_section()
-    table.add_row("all of it by gather_broadcast", "", *(megabytes(size) for size in sizes), "")
+    local = summary.old_way_received_bytes - summary.old_way_network_bytes
+    table.add_row("all by gather_broadcast", "", megabytes(summary.old_way_network_bytes), megabytes(local), "")
     lines = [f"whole, {reason}: {_names(names)}" for reason, names in summary.whole.items()]
     if summary.unused:
         lines.append(f"not taken by any target: {_names(summary.unused)}")

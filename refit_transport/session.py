@@ -29,7 +29,7 @@ from refit_transport.verification import Verifier
 
 
 class RefitPlan:
-    """Everything that is decided before the first byte moves: routes, transports, summary. Pure; equal on every rank."""
+    """What is decided before the first byte moves: routes, transports, summary. Pure; equal on every rank."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -56,9 +56,7 @@ class RefitPlan:
     def verifier(self) -> Verifier:
         """Over all tensors that the targets describe, whatever their transport."""
         opaque = {o.tensor for ranked in self.job.target.ranks for o in ranked.opaque}
-        return Verifier(
-            self.job.source, self.job.target, [r.tensor for r in self.routes if r.tensor not in opaque]
-        )
+        return Verifier(self.job.source, self.job.target, [r.tensor for r in self.routes if r.tensor not in opaque])
 
 
 def _routes(job: Job) -> tuple[Route, ...]:
@@ -76,8 +74,8 @@ def _routes(job: Job) -> tuple[Route, ...]:
 class RefitSession:
     """One rank's session. Every method is collective over all ranks of the refit.
 
-    Order for each version: `begin`, `transfer(version)`, `finish`. After an error the session is broken: what arrived may
-    be torn, and a new session must be prepared.
+    Order for each version: `begin`, `transfer(version)`, `finish`. After an error the session is broken: what arrived
+    may be torn, and a new session must be prepared.
     """
 
     def __init__(self, channel: ControlChannel, endpoint: Endpoint, plan: RefitPlan, fabric: Fabric) -> None:

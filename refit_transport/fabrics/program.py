@@ -9,6 +9,7 @@ from typing import Literal, Self
 import numpy as np
 import torch
 
+from refit_transport.layout.box import Box
 from refit_transport.layout.manifest import RankManifest
 from refit_transport.scheduling.schedule import Schedule
 
@@ -36,6 +37,13 @@ class Binding:
         return torch.as_strided(
             buffer, described.box.shape, described.strides, buffer.storage_offset() + described.offset
         )
+
+    def box_view(self, piece: int, box: Box) -> torch.Tensor:
+        """The strided view of a box inside a piece, shaped like the box."""
+        view, outer = self.view(piece), self.manifest.pieces[piece].box
+        for dim, (inner, around) in enumerate(zip(box.spans, outer.spans, strict=True)):
+            view = view.narrow(dim, inner.start - around.start, inner.size)
+        return view
 
     def addresses(self) -> tuple[int, ...]:
         """Where the buffers lie; when it changes, programs bound to them are void."""
@@ -128,7 +136,6 @@ class _Lowering:
     ) -> None:
         self._schedule, self._rank = schedule, rank
         self._source, self._target, self._pool = source, target, pool
-        self._views: dict[tuple[bool, int], torch.Tensor] = {}
         legs = schedule.legs
         self._first = np.searchsorted(legs.message, np.arange(len(schedule.messages) + 1)).tolist()
 
@@ -165,13 +172,7 @@ class _Lowering:
         binding = self._source if from_source else self._target
         assert binding is not None
         index = int(legs.sender_piece[leg] if sending else legs.receiver_piece[leg])
-        if (from_source, index) not in self._views:
-            self._views[from_source, index] = binding.view(index)
-        box, piece = self._schedule.parcels.box(int(legs.parcel[leg])), binding.manifest.pieces[index]
-        view = self._views[from_source, index]
-        for dim, (inner, outer) in enumerate(zip(box.spans, piece.box.spans, strict=True)):
-            view = view.narrow(dim, inner.start - outer.start, inner.size)
-        return view
+        return binding.box_view(index, self._schedule.parcels.box(int(legs.parcel[leg])))
 
     def _payload(
         self, legs: Sequence[int], live: Sequence[torch.Tensor], index: int, nbytes: int

@@ -19,8 +19,9 @@ _FAILURE = "failure"
 class ControlChannel:
     """One rank's access to the refit's store. Rank 0 hosts it; the others join at its address."""
 
-    def __init__(self, store: TCPStore, *, host: str, rank: int, world_size: int) -> None:
+    def __init__(self, store: TCPStore, *, host: str, rank: int, world_size: int, timeout_s: float) -> None:
         self._store = store
+        self.timeout_s = timeout_s
         self.host, self.port = host, int(store.port)
         self.rank, self.world_size = rank, world_size
 
@@ -38,7 +39,7 @@ class ControlChannel:
         except (RuntimeError, ValueError) as error:
             reason = f"can't listen on {host}:{port} (rendezvous.port): {str(error).splitlines()[0]}"
             raise TransferError(0, -1, "rendezvous", "", reason) from error
-        return cls(store, host=host, rank=0, world_size=world_size)
+        return cls(store, host=host, rank=0, world_size=world_size, timeout_s=timeout_s)
 
     @classmethod
     def join(cls, *, host: str, port: int, rank: int, world_size: int, timeout_s: float) -> Self:
@@ -54,7 +55,7 @@ class ControlChannel:
         except (RuntimeError, ValueError) as error:
             reason = f"no refit rendezvous at {host}:{port}: {str(error).splitlines()[0]}"
             raise TransferError(rank, 0, "rendezvous", "", reason) from error
-        return cls(store, host=host, rank=rank, world_size=world_size)
+        return cls(store, host=host, rank=rank, world_size=world_size, timeout_s=timeout_s)
 
     def group_store(self, name: str) -> Store:
         """A name space of the store for a process group's own rendezvous."""

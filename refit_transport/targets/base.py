@@ -34,6 +34,9 @@ class Target(Protocol):
         The same names at each refit; the storage may differ.
         """
 
+    def private_layers(self) -> Mapping[str, str]:
+        """Layers of which the engine keeps its own layout, so that they are staged, and processed in `finish`; and why."""
+
     def begin(self) -> None:
         """Opens a refit: afterwards the buffers can be written."""
 

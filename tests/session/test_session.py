@@ -1,0 +1,227 @@
+"""Whole sessions over real sockets, with plain tensors on both sides."""
+
+import pytest
+
+from refit_transport.config.settings import RefitSettings
+from refit_transport.errors import AgreementError, LayoutError, TransferError, VerificationError, VersionError
+from refit_transport.layout.layout import Layout, manifest_from_layouts
+from refit_transport.layout.mesh import Mesh
+from refit_transport.layout.placement import Replicate, Shard
+from refit_transport.session import RefitSession
+from refit_transport.testing.oracle import HeldSide, coordinate_tensor
+from refit_transport.testing.sides import HeldSource, HeldTarget
+from refit_transport.testing.threads import run_ranks
+
+SHAPES = {
+    "model.embed_tokens.weight": (30, 8),
+    "model.layers.0.mlp.experts.up_proj.weight": (4, 12, 8),
+    "model.layers.0.mlp.experts.down_proj.weight": (4, 8, 12),
+    "model.layers.0.self_attn.q_proj.weight": (16, 8),
+    "model.norm.weight": (8,),
+}
+EXPERTS = [name for name in SHAPES if ".experts." in name]
+SOURCES, WORLD = 4, 8
+DOMAINS = (tuple(range(4)), tuple(range(4, 8)))
+
+
+def sides(dtypes=("float32", "bfloat16")):
+    train, serve = Mesh.of(dp=2, tp=2), Mesh.of(first_rank=4, dp=2, tp=2)
+    there = {n: Layout(s, train, (Replicate(), Shard(0))) for n, s in SHAPES.items()}
+    here = {n: Layout(s, serve, (Replicate(), Shard(len(s) - 1))) for n, s in SHAPES.items()}
+    return (
+        manifest_from_layouts("source", there, dtype=dtypes[0]),
+        manifest_from_layouts("target", here, dtype=dtypes[1]),
+    )
+
+
+def weights(version):
+    return {name: coordinate_tensor(name, shape, "float32", version=version) for name, shape in SHAPES.items()}
+
+
+class Cluster:
+    """Both sides' buffers, and what every rank does with its session."""
+
+    def __init__(self, settings, *, opaque=None, dtypes=("float32", "bfloat16")):
+        self.settings = settings
+        source, target = sides(dtypes)
+        self.held, self.wanted = HeldSide.of(source, weights(1)), HeldSide.of(target)
+        self.targets = {r: HeldTarget(b, opaque=opaque) for r, b in self.wanted.bindings.items()}
+
+    def set_version(self, version):
+        source = HeldSide.of(sides()[0], weights(version))
+        for rank, binding in self.held.bindings.items():
+            for name, buffer in binding.buffers.items():
+                buffer.copy_(source.bindings[rank].buffers[name])
+
+    def prepare(self, channel):
+        r = channel.rank
+        return RefitSession.prepare(
+            channel,
+            sources=SOURCES,
+            settings=self.settings if r == 0 else None,
+            source=HeldSource(self.held.bindings[r]) if r < SOURCES else None,
+            target=self.targets.get(r),
+        )
+
+
+def settings(**changes):
+    return RefitSettings(
+        **{
+            "coverage": "all",
+            "domains": DOMAINS,
+            "bucket_bytes": 64,
+            "staging_bytes": 1024,
+            "timeout_s": 20.0,
+            **changes,
+        }
+    )
+
+
+def refit_versions(cluster, versions):
+    def rank_main(channel):
+        session = cluster.prepare(channel)
+        reports = []
+        for number, content in enumerate(versions, start=1):
+            channel_deadline = _deadline()
+            if channel.rank == 0:
+                cluster.set_version(content)
+            channel.agree(f"ready/{number}", "", deadline=channel_deadline)
+            reports.append(session.run(number))
+            channel.agree(f"checked/{number}", "", deadline=_deadline())
+            if channel.rank == 0:
+                assert cluster.wanted.differences(weights(content)) == []
+            channel.agree(f"next/{number}", "", deadline=_deadline())
+        session.close()
+        return reports
+
+    return run_ranks(WORLD, rank_main)[0]
+
+
+def _deadline():
+    from refit_transport.fabrics.deadline import Deadline
+
+    return Deadline(20.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "whole"),
+    [
+        ({"coverage": "all"}, 0),
+        ({"coverage": "ffn"}, 3),
+        ({"transport": "gather_broadcast"}, 5),
+    ],
+)
+def test_weights_follow_a_b_a_b_under_every_route(changes, whole):
+    cluster = Cluster(settings(verify="full", **changes))
+    reports = refit_versions(cluster, [1, 2, 1, 2])
+    summary = reports[-1].summary
+    assert [report.version for report in reports] == [1, 2, 3, 4]
+    assert sum(len(names) for names in summary.whole.values()) == whole
+    assert sum(part.tensors for part in summary.transports) == len(SHAPES)
+    for report in reports:
+        assert all(rank.received_bytes == summary.received_by_rank.get(rank.rank, 0) for rank in report.ranks)
+        assert sum(rank.verified for rank in report.ranks) > 0
+    targets = cluster.targets.values()
+    assert all(t.calls == ["manifest"] + ["begin", "finish"] * 4 for t in targets)
+    by_expert = 1 if whole <= 3 else 4
+    assert all((len(t.loaded) > 0) == (whole > 0) and by_expert for t in targets)
+
+
+def test_each_byte_enters_a_domain_once_and_the_old_way_moves_more():
+    cluster = Cluster(settings(), dtypes=("float32", "float32"))
+    summary = refit_versions(cluster, [1])[0].summary
+    payload = 4 * sum(weights(1)[name].numel() for name in SHAPES)
+    assert summary.network_bytes == payload
+    assert summary.received_bytes == 2 * payload
+    assert summary.old_way_received_bytes > 4 * payload
+
+
+def test_a_tensor_that_the_target_takes_whole_goes_by_gather_broadcast_with_the_reason():
+    cluster = Cluster(settings(), opaque={"model.norm.weight": "its loader computes"})
+    summary = refit_versions(cluster, [1, 2])[1].summary
+    assert summary.whole == {"gather_broadcast: the target takes it whole: its loader computes": ("model.norm.weight",)}
+    assert all(set(t.loaded) == {"model.norm.weight"} for t in cluster.targets.values())
+
+
+def test_a_version_that_does_not_grow_is_refused_with_both_numbers():
+    cluster = Cluster(settings())
+
+    def rank_main(channel):
+        session = cluster.prepare(channel)
+        session.run(7)
+        session.begin()
+        with pytest.raises(VersionError, match=r"7 refused: it must be larger than the last one, 7"):
+            session.transfer(7)
+        session.transfer(8)
+        session.finish()
+        return session.version
+
+    assert run_ranks(WORLD, rank_main) == [8] * WORLD
+
+
+def test_ranks_that_refit_different_versions_all_fail_and_say_so():
+    cluster = Cluster(settings())
+
+    def rank_main(channel):
+        session = cluster.prepare(channel)
+        with pytest.raises((AgreementError, TransferError), match="disagree about the weight version"):
+            session.run(2 if channel.rank == 5 else 1)
+        with pytest.raises(TransferError, match="this one is broken"):
+            session.begin()
+
+    run_ranks(WORLD, rank_main)
+
+
+def test_a_target_that_refuses_a_tensor_ends_the_refit_everywhere_with_its_name():
+    cluster = Cluster(settings(transport="gather_broadcast", timeout_s=10.0))
+
+    def refuse(weights):
+        for name, _ in weights:
+            if name == "model.norm.weight":
+                raise LayoutError(name, 6, "a shape", "another")
+
+    cluster.targets[6].load = refuse
+
+    def rank_main(channel):
+        session = cluster.prepare(channel)
+        with pytest.raises((LayoutError, TransferError)) as caught:
+            session.run(1)
+        return str(caught.value)
+
+    messages = run_ranks(WORLD, rank_main)
+    assert all("model.norm.weight" in message for message in messages), messages
+
+
+def test_a_failing_manifest_stops_every_rank_during_prepare():
+    cluster = Cluster(settings(timeout_s=10.0))
+
+    def refuse(rank, tensors):
+        raise LayoutError("lm_head.weight", rank, "somebody to fill it", "nobody")
+
+    cluster.targets[5].manifest = refuse
+
+    def rank_main(channel):
+        with pytest.raises((LayoutError, TransferError), match=r"lm_head.weight.*nobody"):
+            cluster.prepare(channel)
+
+    run_ranks(WORLD, rank_main)
+
+
+def test_verification_names_a_box_that_differs_from_the_source():
+    cluster = Cluster(settings(verify="full", transport="gather_broadcast", timeout_s=10.0))
+    honest = cluster.targets[7].load
+
+    def flip_a_bit(weights):
+        honest(weights)
+        cluster.wanted.bindings[7].buffers[EXPERTS[0]][3] += 1
+
+    cluster.targets[7].load = flip_a_bit
+
+    def rank_main(channel):
+        session = cluster.prepare(channel)
+        with pytest.raises((VerificationError, TransferError)) as caught:
+            session.run(1)
+        return str(caught.value)
+
+    messages = run_ranks(WORLD, rank_main)
+    assert all(EXPERTS[0] in message and "target rank 7" in message for message in messages), messages
