@@ -35,7 +35,7 @@ class Target(Protocol):
         """
 
     def private_layers(self) -> Mapping[str, str]:
-        """Layers of which the engine keeps its own layout, so that they are staged, and processed in `finish`; and why."""
+        """Layers whose own layout the engine keeps, and why: they are staged, and processed in `finish`."""
 
     def begin(self) -> None:
         """Opens a refit: afterwards the buffers can be written."""
