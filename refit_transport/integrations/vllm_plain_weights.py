@@ -117,7 +117,7 @@ def _apply_experts(
     """
     ids = topk_ids.long() if expert_map is None else expert_map.to(topk_ids.device)[topk_ids.long()]
     total = torch.zeros(hidden_states.shape[0], w2.shape[1], dtype=torch.float32, device=hidden_states.device)
-    for expert in torch.unique(ids[ids >= 0]).tolist():  # type: ignore[no-untyped-call]
+    for expert in torch.unique(ids[ids >= 0]).tolist():
         tokens, choices = (ids == expert).nonzero(as_tuple=True)
         bias1 = None if self.w1_bias is None else self.w1_bias[expert]
         bias2 = None if self.w2_bias is None else self.w2_bias[expert]

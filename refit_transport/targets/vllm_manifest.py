@@ -109,8 +109,14 @@ def _opaque_entries(raw: RawTrace, forms: Mapping[str, torch.Tensor], looked_at:
         by_parameter[write.region.parameter].append(write)
     for computed in raw.computed:
         involved = set(computed.sources)
-        for parameter in (computed.region.parameter, *computed.parameters):
+        for parameter in computed.parameters:
             involved |= {write.source for write in by_parameter[parameter]}
+        overwritten = computed.region.parameter
+        involved |= {
+            write.source
+            for write in by_parameter[overwritten]
+            if overlaps(tuple(forms[overwritten].shape), [write.region, computed.region])
+        }
         for source in sorted(involved):
             reasons.setdefault(source, computed.reason)
     for parameter, writes in by_parameter.items():
