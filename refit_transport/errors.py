@@ -89,6 +89,19 @@ class MissingDependencyError(_FieldError):
         return f"{self.needed_for} needs the package {self.package!r}: pip install 'refit-transport[{self.extra}]'"
 
 
+@dataclass(eq=False)
+class SeamError(_FieldError):
+    """A place where we extend another package isn't as we know it, so extending it would be a guess."""
+
+    package: str
+    version: str
+    seam: str
+    expected: str
+
+    def message(self) -> str:
+        return f"{self.package} {self.version} isn't supported: {self.seam}: expected {self.expected}"
+
+
 @dataclass(frozen=True, slots=True)
 class Violation:
     """One problem of a configuration: where, what it is, why it is wrong and what to do."""

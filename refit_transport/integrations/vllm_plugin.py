@@ -1,0 +1,89 @@
+"""The `vllm.general_plugins` entry point; vLLM calls `register` in each of its processes, sometimes more than once.
+
+Environment variables that are read here, and nowhere else:
+
+- `REFIT_TRANSPORT_VLLM_PLAIN_WEIGHTS=1`: plain-weights mode (CPU only, see `vllm_plain_weights`). Default: off.
+- `VLLM_DIST_IDENT`, `MASTER_ADDR`, `MASTER_PORT` (set by vLLM and by the launcher): name the shared memory of a tensor
+  parallel group on CPU.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from typing import Any
+
+import torch
+
+from refit_transport.integrations.vllm_plain_weights import use_plain_weights
+from refit_transport.integrations.vllm_seams import attribute, require_parameters, seam_error
+
+ENGINE = "refit_transport"
+PLAIN_WEIGHTS = "REFIT_TRANSPORT_VLLM_PLAIN_WEIGHTS"
+_COMMUNICATOR = "vllm.distributed.device_communicators.cpu_communicator"
+_FACTORY = "vllm.distributed.weight_transfer.factory"
+
+
+def register() -> None:
+    """Makes this process's vLLM ready for refits. Idempotent.
+
+    Raises:
+        SeamError: vLLM isn't as we know it at a place that we extend.
+    """
+    is_cpu = attribute("vllm.platforms", "current_platform").is_cpu()
+    if is_cpu:
+        _permit_amx()
+        _name_shared_memory_by_job()
+    _register_engine()
+    plain = os.environ.get(PLAIN_WEIGHTS, "")
+    if plain not in ("", "0", "1"):
+        raise ValueError(f"{PLAIN_WEIGHTS} must be 0 or 1 (got {plain!r})")
+    if plain == "1":
+        use_plain_weights()
+
+
+def _permit_amx() -> None:
+    """Asks the kernel for the AMX tile registers.
+
+    vLLM chooses AMX kernels by what the CPU has, but a process dies of SIGILL at the first one unless it has asked;
+    a spawned worker starts without the permission.
+    """
+    if torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx():
+        logging.getLogger(__name__).warning("the CPU has AMX, but the kernel refuses its use: bfloat16 may crash")
+
+
+def _register_engine() -> None:
+    factory = attribute(_FACTORY, "WeightTransferEngineFactory")
+    registry = getattr(factory, "_registry", None)
+    if not isinstance(registry, dict):
+        raise seam_error(f"{_FACTORY}:WeightTransferEngineFactory._registry", "a dict of engines by name")
+    if ENGINE not in registry:
+        factory.register_engine(ENGINE, "refit_transport.integrations.vllm_engine", "RefitTransportEngine")
+
+
+def _name_shared_memory_by_job() -> None:
+    """Gives two jobs on one host different shared memory when an outside launcher starts the ranks.
+
+    vLLM names it by the port in its init method; with `env://` there is none, and jobs collide.
+    """
+    owner = attribute(_COMMUNICATOR, "_CPUSHMDistributed")
+    original = owner.make_group_name
+    if getattr(original, "names_job", False):
+        return
+    require_parameters(original, f"{_COMMUNICATOR}:_CPUSHMDistributed.make_group_name", ("communicator",))
+
+    def make_group_name(communicator: Any) -> str:
+        return _with_job(str(original(communicator)))
+
+    make_group_name.names_job = True  # type: ignore[attr-defined]
+    owner.make_group_name = staticmethod(make_group_name)
+
+
+def _with_job(group_name: str) -> str:
+    identifier = os.environ.get("VLLM_DIST_IDENT", "")
+    if re.search(r"\w", identifier):
+        return group_name
+    job = f"{os.environ.get('MASTER_ADDR', '')}-{os.environ.get('MASTER_PORT', '')}"
+    # A slash would name a directory of the shared memory file system.
+    return re.sub(r"[^\w.:\[\]-]", "_", f"{job}-{group_name.removeprefix(identifier)}")

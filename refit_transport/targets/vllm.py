@@ -1,0 +1,190 @@
+"""A vLLM rank as a refit's target: where its loader puts every checkpoint element, and how its kernels get them.
+
+The manifest comes from vLLM's own `load_weights`, run once on tensors without data. Layers whose kernels compute with
+something else than the loaded parameters (`private_layers`) are found by proof at `manifest`, and go through their
+own post-load processing in `finish`; all others are written in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import set_current_vllm_config
+
+from refit_transport.errors import LayoutError
+from refit_transport.layout.manifest import Opaque, RankManifest, TensorSpec
+from refit_transport.targets.vllm_layers import KernelTensors, Layer, layers_of, like, on_meta, place, process
+from refit_transport.targets.vllm_manifest import LoadedModel, describe, trace_model
+from refit_transport.targets.vllm_proof import Checkpoint, PrivateLayer, judge
+
+
+class VllmTarget:
+    """One vLLM rank's weights, as `targets.base.Target`.
+
+    Made in the worker's process after the engine has loaded its weights, and kept as long as the model: what was
+    proven about layers at the first `manifest` can't be proven from the checkpoint again once a refit has run.
+    """
+
+    def __init__(self, model: nn.Module, vllm_config: Any) -> None:
+        self._model = model
+        self._config = vllm_config
+        self._layers = layers_of(model)
+        self._loaded: LoadedModel | None = None
+        self._private: dict[str, PrivateLayer] | None = None
+        self._kernel: dict[str, KernelTensors] = {}
+        self._opaque: tuple[Opaque, ...] = ()
+
+    @property
+    def private_layers(self) -> tuple[PrivateLayer, ...]:
+        """The layers that don't compute with the loaded parameters themselves; known after `manifest`."""
+        return tuple((self._private or {}).values())
+
+    @property
+    def opaque(self) -> tuple[Opaque, ...]:
+        """The tensors of the last `manifest` that must arrive whole, and why."""
+        return self._opaque
+
+    def manifest(self, rank: int, tensors: Sequence[TensorSpec]) -> RankManifest:
+        """See `targets.base.Target`. Call it before the first refit; not during one.
+
+        Raises:
+            LayoutError: the loader refuses a tensor, or leaves a part of a parameter unwritten.
+        """
+        with set_current_vllm_config(self._config), on_meta(self._layers):
+            loaded = trace_model(self._model.load_weights, self._layers, tensors, rank)  # type: ignore[arg-type]
+        manifest = describe(loaded, tensors, rank)
+        if self._private is None:
+            with set_current_vllm_config(self._config):
+                self._private = self._judge(loaded, rank)
+        self._loaded, self._opaque = loaded, manifest.opaque
+        return manifest
+
+    def buffers(self) -> Mapping[str, torch.Tensor]:
+        """See `targets.base.Target`: parameters by qualified name, live or staged."""
+        written = {write.region.parameter for write in self._known().writes}
+        tensors = {}
+        for layer in self._layers:
+            for slot in layer.slots:
+                live = layer.live(slot)
+                if slot.name in written and slot.name not in tensors and live is not None:
+                    tensors[slot.name] = live.data
+        return tensors
+
+    def begin(self) -> None:
+        """See `targets.base.Target`. After an aborted refit, staged parameters are used again.
+
+        Raises:
+            LayoutError: a parameter that is written in place has another form than at `manifest`.
+        """
+        self._known()
+        staged: dict[str, torch.Tensor] = {}
+        for layer in self._layers:
+            if self._remedy(layer) == "stage":
+                self._stage(layer, staged)
+            else:
+                self._check_form(layer)
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """See `targets.base.Target`: vLLM's own loader, into live or staged parameters."""
+        with set_current_vllm_config(self._config), torch.no_grad():
+            self._model.load_weights(weights)  # type: ignore[operator]
+
+    def finish(self) -> None:
+        """See `targets.base.Target`: processes private layers, and what attention layers derive from weights."""
+        dtype = self._config.model_config.dtype
+        with set_current_vllm_config(self._config), torch.no_grad():
+            # Attention comes last: it may derive its tensors from another layer's.
+            for layer in sorted(self._layers, key=lambda layer: layer.processes_attention):
+                remedy = self._remedy(layer)
+                if remedy is None and not layer.processes_attention:
+                    continue
+                kernel = self._kernel.pop(layer.name, None) or KernelTensors.of(layer.module)
+                process(layer, dtype)
+                kernel.settle(layer.module)
+
+    def _known(self) -> LoadedModel:
+        if self._loaded is None:
+            raise LayoutError("", -1, "manifest before any other call", "none")
+        return self._loaded
+
+    def _remedy(self, layer: Layer) -> str | None:
+        private = (self._private or {}).get(layer.name)
+        return None if private is None else private.remedy
+
+    def _stage(self, layer: Layer, staged: dict[str, torch.Tensor]) -> None:
+        if layer.name in self._kernel:
+            return
+        self._kernel[layer.name] = KernelTensors.of(layer.module)
+        loaded = self._known().parameters
+        device = next((live.device for slot in layer.slots if (live := layer.live(slot)) is not None), None)
+        for slot in layer.slots:
+            if slot.is_parameter or slot.name in loaded:
+                staged.setdefault(slot.name, like(slot.form, device or self._config.device_config.device))
+        place(layer, {slot.attribute: staged[slot.name] for slot in layer.slots if slot.name in staged})
+
+    def _check_form(self, layer: Layer) -> None:
+        loaded = self._known().parameters
+        for slot in layer.slots:
+            live = layer.live(slot)
+            if slot.name not in loaded:
+                continue
+            if live is None or (live.shape, live.stride(), live.dtype) != (
+                slot.form.shape,
+                slot.form.stride(),
+                slot.form.dtype,
+            ):
+                got = "nothing" if live is None else f"{list(live.shape)} {live.dtype} strides {live.stride()}"
+                expected = f"{list(slot.form.shape)} {slot.form.dtype} as at manifest"
+                raise LayoutError(slot.name, -1, expected, got)
+
+    def _judge(self, loaded: LoadedModel, rank: int) -> dict[str, PrivateLayer]:
+        checkpoint = self._checkpoint()
+        private: dict[str, PrivateLayer] = {}
+        for layer in self._layers:
+            names = {slot.name for slot in layer.slots}
+            if not names & loaded.parameters:
+                continue
+            writes = [write for write in loaded.writes if write.region.parameter in names]
+            zeroed = [region for region in loaded.padding if region.parameter in names]
+            found = judge(layer, writes, zeroed, checkpoint)
+            if found is not None:
+                private[layer.name] = found
+        self._stage_sharers(private)
+        self._refuse_unprocessable(private, rank)
+        return private
+
+    def _stage_sharers(self, private: dict[str, PrivateLayer]) -> None:
+        """A parameter that one layer stages is staged in every layer that shares it."""
+        owners = {slot.name: layer for layer in self._layers for slot in layer.slots if self._stages(private, layer)}
+        for layer in self._layers:
+            sharing = next((owners[slot.name] for slot in layer.slots if slot.name in owners), None)
+            if sharing is not None and not self._stages(private, layer):
+                reason = f"it shares a parameter with {sharing.name}"
+                private[layer.name] = PrivateLayer(layer.name, reason, "stage")
+
+    @staticmethod
+    def _stages(private: Mapping[str, PrivateLayer], layer: Layer) -> bool:
+        return layer.name in private and private[layer.name].remedy == "stage"
+
+    def _refuse_unprocessable(self, private: Mapping[str, PrivateLayer], rank: int) -> None:
+        """A hook of the whole model may have changed a layer that has no processing of its own to run again."""
+        if not hasattr(self._model, "process_weights_after_loading"):
+            return
+        for layer in self._layers:
+            if layer.name in private and layer.quant_method is None and not layer.processes_attention:
+                expected = "weights as loaded, or a layer that processes its own"
+                raise LayoutError(layer.name, rank, expected, private[layer.name].reason)
+
+    def _checkpoint(self) -> Checkpoint | None:
+        """The checkpoint that the engine loaded; None when it loaded none that can be read here."""
+        folder = Path(self._config.model_config.model)
+        if self._config.load_config.load_format == "dummy" or not folder.is_dir():
+            return None
+        try:
+            return Checkpoint(folder)
+        except FileNotFoundError:
+            return None
