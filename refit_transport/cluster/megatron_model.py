@@ -104,6 +104,9 @@ _PLAIN_KERNELS: Mapping[str, bool] = {
     "masked_softmax_fusion": False,
     "apply_rope_fusion": False,
     "persist_layer_norm": False,
+    # With two stages, previous and next are the same peer, and a batched interleaved schedule would swap activations
+    # and gradients.
+    "batch_p2p_comm": False,
     "batch_p2p_sync": False,
 }
 
