@@ -1,0 +1,65 @@
+"""What Megatron-core 0.16.1 needs to run on CPU and gloo. The one place for it; nothing here runs where CUDA does.
+
+Everything that its configuration allows is done in `megatron_model`; these are the rest, each with its reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer.moe import moe_utils
+
+_CPU = torch.device("cpu")
+
+
+class _TorchOnCpu:
+    """`torch` as one Megatron module sees it: tensors that it creates on "cuda" come to be on the CPU."""
+
+    def __getattr__(self, name: str) -> Any:
+        return _zeros_on_cpu if name == "zeros" else getattr(torch, name)
+
+
+def _zeros_on_cpu(*size: Any, device: object = None, **options: Any) -> torch.Tensor:
+    return torch.zeros(*size, device="cpu" if device == "cuda" else device, **options)  # type: ignore[call-overload, no-any-return]
+
+
+def current_device_is_cpu() -> None:
+    """Rotary embeddings, router, pipeline and TP collectives allocate on `torch.cuda.current_device()`."""
+    torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment, return-value]
+
+
+def schedules_count_tokens_on_cpu() -> None:
+    """The schedules allocate their token counter with the literal `device="cuda"`."""
+    schedules.torch = _TorchOnCpu()
+
+
+def router_without_transformer_engine() -> None:
+    """The router tests `te_general_gemm`, which is never bound when TransformerEngine isn't installed."""
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
+@contextmanager
+def tied_embeddings_stay_on_cpu() -> Iterator[None]:
+    """While a model is built: tied embeddings on several pipeline stages call `weight.data.cuda()`."""
+    if torch.cuda.is_available():
+        yield
+        return
+    to_cuda = torch.Tensor.cuda
+    torch.Tensor.cuda = lambda self, *_args, **_options: self  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.Tensor.cuda = to_cuda  # type: ignore[method-assign]
+
+
+def apply() -> None:
+    """Applies all of it to this process for good, unless a CUDA device is there. Idempotent."""
+    if not torch.cuda.is_available():
+        current_device_is_cpu()
+        schedules_count_tokens_on_cpu()
+        router_without_transformer_engine()

@@ -1,0 +1,149 @@
+"""One training step and one scoring pass of a Megatron model: micro-batches, losses, gradient reduction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from torch import nn
+
+from refit_transport.layout.manifest import RankManifest
+from refit_transport.sources.naming import is_expert
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Token ids `[batch, length + 1]`: inputs are all but the last, labels all but the first.
+
+    `mask` `[batch, length]` is 1 where the label is a real token, 0 where it is padding.
+    """
+
+    tokens: torch.Tensor
+    mask: torch.Tensor
+
+
+Score = Callable[[torch.Tensor, MicroBatch], torch.Tensor]
+
+
+def micro_batches(
+    sequences: Sequence[Sequence[int]], *, size: int, length: int, length_multiple: int, count_multiple: int
+) -> tuple[MicroBatch, ...]:
+    """Cuts sequences of up to `length` tokens into equally shaped micro-batches, padded with masked tokens.
+
+    The predicted length is a multiple of `length_multiple`, the number of micro-batches one of `count_multiple`.
+
+    Raises:
+        ValueError: a sequence has fewer than two tokens, or there is none.
+    """
+    shortest = min((len(sequence) for sequence in sequences), default=0)
+    if shortest < 2:
+        raise ValueError(f"each sequence needs at least 2 tokens, so that one can be predicted (got {shortest})")
+    length = -(-(length - 1) // length_multiple) * length_multiple
+    unit = size * count_multiple
+    rows = -(-len(sequences) // unit) * unit
+    tokens = torch.zeros(rows, length + 1, dtype=torch.int64)
+    mask = torch.zeros(rows, length)
+    for row, sequence in enumerate(sequences):
+        tokens[row, : len(sequence)] = torch.as_tensor(sequence, dtype=torch.int64)
+        mask[row, : len(sequence) - 1] = 1.0
+    return tuple(MicroBatch(tokens[start : start + size], mask[start : start + size]) for start in range(0, rows, size))
+
+
+def run_schedule(
+    chunks: Sequence[GPTModel], batches: Sequence[MicroBatch], score: Score, *, vocab: int, device: torch.device
+) -> list[torch.Tensor]:
+    """Runs Megatron's pipeline schedule, forward and (where gradients are on) backward.
+
+    `score` turns the token log-probabilities `[batch, length]` of a micro-batch into the loss, a scalar whose sum over
+    micro-batches is minimised, or into anything else under `torch.no_grad()`. Returns the scores in micro-batch order
+    on the last pipeline stage, nothing elsewhere. Collective over all ranks.
+    """
+    count = len(batches)
+
+    def forward(data: Iterator[MicroBatch], chunk: GPTModel) -> tuple[torch.Tensor, Callable[..., Any]]:
+        batch = next(data)
+        inputs, labels = batch.tokens[:, :-1].to(device), batch.tokens[:, 1:].to(device)
+        length = inputs.shape[1]
+        positions = torch.arange(length, device=device).expand_as(inputs)
+        future = torch.ones(length, length, dtype=torch.bool, device=device).triu(1)[None, None]
+        output = chunk(inputs, positions, future)
+
+        def finish(logits: torch.Tensor, non_loss_data: bool = False) -> Any:  # noqa: FBT001 - Megatron's call
+            result = score(_token_logprobs(logits, labels, vocab=vocab), batch)
+            # Megatron divides a loss by the number of micro-batches; ours is a sum over them.
+            return result if non_loss_data else (result * count, result.detach())
+
+        return output, finish
+
+    scores: list[torch.Tensor] = get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=[iter(batches) for _ in chunks] if len(chunks) > 1 else iter(batches),
+        model=list(chunks) if len(chunks) > 1 else chunks[0],
+        num_microbatches=count,
+        seq_length=batches[0].mask.shape[1],
+        micro_batch_size=batches[0].mask.shape[0],
+        forward_only=not torch.is_grad_enabled(),
+        collect_non_loss_data=not torch.is_grad_enabled(),
+    )
+    return scores
+
+
+def _token_logprobs(logits: torch.Tensor, labels: torch.Tensor, *, vocab: int) -> torch.Tensor:
+    """fp32 log-probability of each label over the true vocabulary.
+
+    `logits` `[batch, length, rows]` are this rank's rows of the padded vocabulary; the padded rows get no probability.
+    """
+    rows = logits.shape[-1]
+    first = parallel_state.get_tensor_model_parallel_rank() * rows
+    padded = torch.arange(first, first + rows, device=logits.device) >= vocab
+    # Not -inf: a rank may hold only padded rows, and inf - inf is no number.
+    masked = logits.float().masked_fill(padded, torch.finfo(torch.float32).min)
+    return -vocab_parallel_cross_entropy(masked, labels)  # type: ignore[no-any-return]
+
+
+def from_last_stage(value: torch.Tensor) -> torch.Tensor:
+    """The last pipeline stage's value of an equally shaped tensor, on every stage. Collective over the pipeline."""
+    group = parallel_state.get_pipeline_model_parallel_group()
+    if group.size() > 1:
+        dist.broadcast(value, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
+    return value
+
+
+def reduce_gradients(chunks: Sequence[GPTModel], manifest: RankManifest) -> None:
+    """Sums each parameter's gradient over the ranks that saw a different part of the batch or of its use.
+
+    The loss is normalised by the global number of tokens, so sums (not means) are exact for every layout. Collective
+    over all ranks.
+    """
+    experts = frozenset(piece.buffer for piece in manifest.pieces if is_expert(piece.tensor))
+    for index, chunk in enumerate(chunks):
+        for name, parameter in chunk.named_parameters():
+            if parameter.grad is None:
+                # An expert that no token chose; its replicas may have been chosen.
+                parameter.grad = torch.zeros_like(parameter)
+            expert = f"{index}.{name}" in experts
+            for group in _gradient_groups(parameter, name, expert=expert):
+                if group.size() > 1:
+                    dist.all_reduce(parameter.grad, group=group)
+
+
+def _gradient_groups(parameter: nn.Parameter, name: str, *, expert: bool) -> Iterable[dist.ProcessGroup]:
+    if expert:
+        yield parallel_state.get_expert_data_parallel_group()
+        return
+    yield parallel_state.get_data_parallel_group(with_context_parallel=True)
+    # Each TP rank sees its own part of the sequence, or only its own heads.
+    partial = getattr(parameter, "sequence_parallel", False) or name.endswith(
+        ("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight")
+    )
+    if partial:
+        yield parallel_state.get_tensor_model_parallel_group()
+    if getattr(parameter, "shared_embedding", False) and parallel_state.is_rank_in_embedding_group():
+        yield parallel_state.get_embedding_group()

@@ -1,0 +1,233 @@
+"""A Megatron training rank as a plain class: one process each; Ray (or a test) wraps it.
+
+Megatron is imported when a worker starts, not with this module, so that a driver can name the class cheaply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import torch.distributed as dist
+
+from refit_transport.cluster.parallelism import MegatronParallelism, check_parallelism
+from refit_transport.errors import AgreementError, ConfigError, Violation
+from refit_transport.layout.model_shape import ModelShape
+
+if TYPE_CHECKING:
+    from refit_transport.cluster.megatron_step import MicroBatch
+    from refit_transport.sources.megatron import MegatronSource
+
+Precision = Literal["float32", "bfloat16"]
+
+
+class TrainingWorker:
+    """One rank of a Megatron policy, built from a checkpoint folder and ready to train.
+
+    Every method but `source` is collective: all ranks call it with the same arguments. `timeout_s` (seconds) bounds
+    each collective. `make_vocab_size_divisible_by` pads the vocabulary to a multiple of itself times the tensor size.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        init_method: str,
+        checkpoint: str,
+        parallelism: MegatronParallelism,
+        precision: Precision = "float32",
+        learning_rate: float = 1e-4,
+        weight_decay: float = 0.0,
+        micro_batch_size: int = 1,
+        make_vocab_size_divisible_by: int = 1,
+        timeout_s: float = 300.0,
+    ) -> None:
+        """Joins the group, builds the model and loads the checkpoint.
+
+        Raises:
+            ConfigError: the checkpoint can't be read or isn't supported, or the parallelism doesn't fit the model.
+            LayoutError: model, config and checkpoint disagree.
+        """
+        from refit_transport.cluster import checkpoint as files
+
+        folder = Path(checkpoint)
+        self._config = files.read_config(folder)
+        self._model = ModelShape.from_config(self._config, source=str(folder / "config.json"))
+        reasons = check_parallelism(self._model, parallelism, world_size=world_size)
+        if reasons:
+            raise ConfigError("parallelism", tuple(Violation("parallelism", str(parallelism), r, "") for r in reasons))
+        self.rank = rank
+        self._cut = parallelism
+        self._micro_batch_size = micro_batch_size
+        self._device = _join(rank=rank, world_size=world_size, init_method=init_method, timeout_s=timeout_s)
+        try:
+            self._build(folder, precision, make_vocab_size_divisible_by, timeout_s)
+        except BaseException:
+            self.shutdown()
+            raise
+        self._optimizer = _Optimizer(self._chunks, learning_rate=learning_rate, weight_decay=weight_decay)
+
+    def _build(self, folder: Path, precision: Precision, divisible_by: int, timeout_s: float) -> None:
+        from refit_transport.cluster import megatron_cpu, megatron_model
+        from refit_transport.sources.megatron import MegatronSource
+
+        megatron_cpu.apply()
+        megatron_model.initialize_parallel_state(self._cut, timeout_s=timeout_s)
+        megatron = megatron_model.transformer_config(
+            self._config, self._model, self._cut, dtype=getattr(torch, precision)
+        )
+        vocab = megatron_model.padded_vocab(self._model.vocab, divisible_by=divisible_by, tensor=self._cut.tensor)
+        chunks = megatron_model.build_chunks(self._config, self._model, megatron, vocab=vocab)
+        self._chunks = tuple(chunk.to(self._device) for chunk in chunks)
+        self._source = MegatronSource(self._chunks, self._model)
+        megatron_model.load_checkpoint(self._chunks, self._source, folder, rank=self.rank)
+
+    def train_step(self, token_batch: Sequence[Sequence[int]]) -> float:
+        """One AdamW step on a global batch of token sequences; returns the batch's mean next-token cross entropy.
+
+        Data-parallel ranks take every n-th sequence. Sequences may differ in length: padding doesn't count.
+
+        Raises:
+            ValueError: a sequence is shorter than two tokens, or there are fewer sequences than data-parallel ranks.
+        """
+        from megatron.core import parallel_state
+
+        from refit_transport.cluster import megatron_step as step
+
+        replicas = parallel_state.get_data_parallel_world_size()
+        if len(token_batch) % replicas:
+            raise ValueError(f"{len(token_batch)} sequences can't be dealt evenly to {replicas} data-parallel ranks")
+        length = max(len(sequence) for sequence in token_batch)
+        predicted = sum(len(sequence) - 1 for sequence in token_batch)
+        mine = token_batch[parallel_state.get_data_parallel_rank() :: replicas]
+        batches = self._micro_batches(mine, length=length)
+
+        def loss(logprobs: torch.Tensor, batch: step.MicroBatch) -> torch.Tensor:
+            return -(logprobs * batch.mask.to(logprobs.device)).sum() / predicted
+
+        self._optimizer.zero_grad()
+        scores = step.run_schedule(self._chunks, batches, loss, vocab=self._model.vocab, device=self._device)
+        step.reduce_gradients(self._chunks, self._source.manifest(self.rank))
+        self._optimizer.step()
+        total = step.from_last_stage(sum(scores, torch.zeros((), device=self._device)))
+        if replicas > 1:
+            dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+        return float(total)
+
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probability of each token given the ones before it: `len(sequence) - 1` numbers per sequence.
+
+        fp32 log-softmax over the true vocabulary; the same on every rank.
+        """
+        from refit_transport.cluster import megatron_step as step
+
+        batches = self._micro_batches(sequences, length=max(len(sequence) for sequence in sequences))
+        with torch.no_grad():
+            scores = step.run_schedule(
+                self._chunks, batches, lambda logprobs, _: logprobs, vocab=self._model.vocab, device=self._device
+            )
+            shape = (len(batches) * self._micro_batch_size, batches[0].mask.shape[1])
+            table = torch.cat(scores) if scores else torch.zeros(shape, device=self._device)
+            table = step.from_last_stage(table).cpu()
+        return [row[: len(sequence) - 1].tolist() for row, sequence in zip(table, sequences, strict=False)]
+
+    def perturb(self, seed: int) -> None:
+        """Changes every weight by an amount that depends on `seed`, the tensor's name and the element's global place.
+
+        So replicas stay equal, and no two experts, layers or shards stay alike.
+        """
+        from refit_transport.cluster.perturbation import perturb
+
+        perturb(self._source, rank=self.rank, seed=seed)
+        self._optimizer.weights_changed()
+
+    def check_replicas(self) -> None:
+        """Proves that ranks that hold the same box of a tensor hold the same bytes.
+
+        Raises:
+            AgreementError: they don't; names the tensor, the box and who holds what.
+        """
+        from refit_transport.cluster.perturbation import piece_digests
+
+        everyone: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, piece_digests(self._source, rank=self.rank))
+        holders: dict[str, dict[str, list[int]]] = {}
+        for rank, digests in enumerate(everyone):
+            for box, digest in digests.items():
+                holders.setdefault(box, {}).setdefault(digest, []).append(rank)
+        for box, values in holders.items():
+            if len(values) > 1:
+                raise AgreementError(box, tuple((digest, tuple(ranks)) for digest, ranks in values.items()))
+
+    def source(self) -> MegatronSource:
+        """This rank's refit source. Not collective."""
+        return self._source
+
+    def shutdown(self) -> None:
+        """Leaves every process group; the process may build another worker afterwards. Idempotent."""
+        from megatron.core import parallel_state
+
+        if parallel_state.model_parallel_is_initialized():
+            parallel_state.destroy_model_parallel()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _micro_batches(self, sequences: Sequence[Sequence[int]], *, length: int) -> tuple[MicroBatch, ...]:
+        from refit_transport.cluster.megatron_step import micro_batches
+
+        return micro_batches(
+            sequences,
+            size=self._micro_batch_size,
+            length=length,
+            length_multiple=self._cut.tensor if self._cut.sequence_parallel else 1,
+            count_multiple=self._cut.pipeline if self._cut.virtual_pipeline > 1 else 1,
+        )
+
+
+class _Optimizer:
+    """AdamW on fp32 weights: the parameters themselves, or master copies of narrower ones."""
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], *, learning_rate: float, weight_decay: float) -> None:
+        self._parameters = [p for chunk in chunks for p in chunk.parameters() if p.requires_grad]
+        self._masters = [p if p.dtype == torch.float32 else p.detach().float() for p in self._parameters]
+        self._adamw = torch.optim.AdamW(self._masters, lr=learning_rate, weight_decay=weight_decay)
+
+    def zero_grad(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def step(self) -> None:
+        for parameter, master in zip(self._parameters, self._masters, strict=True):
+            if master is not parameter and parameter.grad is not None:
+                master.grad = parameter.grad.float()
+        self._adamw.step()
+        with torch.no_grad():
+            for parameter, master in zip(self._parameters, self._masters, strict=True):
+                if master is not parameter:
+                    parameter.copy_(master)
+
+    def weights_changed(self) -> None:
+        """Something else wrote the parameters: the master copies follow."""
+        with torch.no_grad():
+            for parameter, master in zip(self._parameters, self._masters, strict=True):
+                if master is not parameter:
+                    master.copy_(parameter)
+
+
+def _join(*, rank: int, world_size: int, init_method: str, timeout_s: float) -> torch.device:
+    """Initialises torch.distributed; the device that this rank computes on."""
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        init_method=init_method,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
