@@ -1,0 +1,38 @@
+"""Addresses and ports of this machine, for rendezvous between workers."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+
+from refit_transport.errors import TransferError
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class PortRange:
+    """The ports that may be listened on, both ends included; 0 to 0 means any that is free."""
+
+    low: int = 0
+    high: int = 0
+
+    def free_port(self, host: str) -> int:
+        """A port of the range on which nobody listens at this moment.
+
+        Raises:
+            TransferError: every port of the range is taken.
+        """
+        for port in range(self.low, self.high + 1):
+            with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind((host, port))
+                except OSError:
+                    continue
+                return int(probe.getsockname()[1])
+        reason = (
+            f"every port from {self.low} to {self.high} is taken on {host}: widen cluster.master_port_range_low and "
+            "cluster.master_port_range_high, or set both to null"
+        )
+        raise TransferError(0, -1, "rendezvous", "", reason)

@@ -1,0 +1,67 @@
+"""A Megatron training rank with its side of the refit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from refit_transport.cluster.generation import RefitAddress
+from refit_transport.cluster.training import TrainingWorker
+from refit_transport.config.settings import RefitSettings
+from refit_transport.errors import TransferError
+from refit_transport.fabrics.rendezvous import ControlChannel
+from refit_transport.report import RefitReport
+from refit_transport.session import RefitSession
+
+
+class PolicyWorker(TrainingWorker):
+    """A training worker whose weights can be sent; refit ranks of the policy are its training ranks."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._channel: ControlChannel | None = None
+        self._session: RefitSession | None = None
+
+    def open_refit(self, *, host: str, port: int, world_size: int, timeout_s: float) -> int:
+        """Rank 0 only: listens for the refit's other ranks; returns the port (`port` 0: any free one)."""
+        self._channel = ControlChannel.listen(host=host, port=port, world_size=world_size, timeout_s=timeout_s)
+        return self._channel.port
+
+    def join_refit(self, address: RefitAddress, settings: RefitSettings) -> None:
+        """Joins and plans the refit; collective over all its ranks. Rank 0's settings are those of all."""
+        self.leave_refit()
+        channel = self._channel
+        if self.rank != 0 or channel is None:
+            channel = ControlChannel.join(
+                host=address.host,
+                port=address.port,
+                rank=self.rank,
+                world_size=address.world_size,
+                timeout_s=address.timeout_s,
+            )
+        self._session = RefitSession.prepare(
+            channel,
+            sources=address.sources,
+            settings=settings if self.rank == 0 else None,
+            source=self.source(),
+        )
+
+    def send(self, version: int) -> None:
+        """Sends the present weights as `version`; collective over the whole refit."""
+        session = self._joined("send")
+        session.begin()
+        session.transfer(version)
+
+    def finish_refit(self) -> RefitReport | None:
+        """Closes the refit; rank 0 waits for every rank's figures and returns the report."""
+        return self._joined("finish_refit").finish()
+
+    def leave_refit(self) -> None:
+        """Leaves the refit's group, if in one."""
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+    def _joined(self, call: str) -> RefitSession:
+        if self._session is None:
+            raise TransferError(self.rank, -1, call, "", f"{call} needs join_refit first")
+        return self._session

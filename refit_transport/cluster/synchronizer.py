@@ -1,0 +1,77 @@
+"""Keeps generation engines at the policy's weights: prepares a refit once and runs it for every version."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from refit_transport.cluster.generation import RefitAddress
+from refit_transport.cluster.network import PortRange
+from refit_transport.cluster.workers import Pending, WorkerGroup, collect
+from refit_transport.config.settings import RefitSettings
+from refit_transport.report import RefitReport
+
+
+class RefitSynchronizer:
+    """Drives both sides from the outside. Bytes never pass through it.
+
+    `policy` is a group of `PolicyWorker`, each of `engines` one of `GenerationWorker`, all built. Refit ranks: the
+    policy's first, then the engines', one after the other.
+    """
+
+    def __init__(
+        self,
+        policy: WorkerGroup,
+        engines: Sequence[WorkerGroup],
+        *,
+        settings: RefitSettings,
+        ports: PortRange,
+        host: str | None = None,
+    ) -> None:
+        self._policy, self._engines = policy, tuple(engines)
+        self._settings, self._ports, self._host = settings, ports, host
+        self._prepared = False
+        # A worker reports its own deadline with a better message than the driver's: give it time to.
+        self._patience_s = settings.timeout_s + 30.0
+
+    def prepare(self) -> None:
+        """Joins all ranks: manifests, plan and connections. Needed once; `sync` calls it when nobody did.
+
+        Raises:
+            WorkerError: naming group, rank and phase of the first failure.
+        """
+        host, port = self._policy.address(self._ports, host=self._host)
+        world_size = self._policy.count + sum(engine.count for engine in self._engines)
+        opened = self._policy.start_one(
+            0, "open_refit", host=host, port=port, world_size=world_size, timeout_s=self._settings.timeout_s
+        )
+        [found] = collect([opened], timeout_s=self._patience_s)
+        first_rank = self._policy.count
+        pending: list[Pending] = []
+        address = RefitAddress(host, int(found[0]), 0, self._policy.count, world_size, self._settings.timeout_s)
+        pending.append(self._policy.start("join_refit", address, self._settings))
+        for engine in self._engines:
+            own = RefitAddress(host, address.port, first_rank, address.sources, world_size, self._settings.timeout_s)
+            pending.append(engine.start("join_refit", own))
+            first_rank += engine.count
+        collect(pending, timeout_s=self._patience_s)
+        self._prepared = True
+
+    def sync(self, version: int) -> RefitReport:
+        """Makes every engine serve the policy's present weights as `version`, which must be above the last one.
+
+        Raises:
+            WorkerError: naming group, rank and phase. The engines stay fenced, and the next `sync` prepares anew.
+        """
+        if not self._prepared:
+            self.prepare()
+        self._prepared = False
+        collect([engine.start("start_refit") for engine in self._engines], timeout_s=self._patience_s)
+        moving = [self._policy.start("send", version), *(engine.start("receive", version) for engine in self._engines)]
+        collect(moving, timeout_s=self._patience_s)
+        finishing = [engine.start("finish_refit", version) for engine in self._engines]
+        report = self._policy.start("finish_refit")
+        reports, *_ = collect([report, *finishing], timeout_s=self._patience_s)
+        self._prepared = True
+        found = reports[0]
+        assert isinstance(found, RefitReport)
+        return found

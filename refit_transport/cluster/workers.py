@@ -1,0 +1,177 @@
+"""Groups of Ray actors: placed together, called together, each call with a deadline, all released at the end."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from refit_transport.cluster.network import PortRange
+from refit_transport.errors import RefitTransportError, WorkerError
+
+
+class _Host:
+    """The actor: holds one worker object, built after the actor's place in the cluster is known."""
+
+    def __init__(self) -> None:
+        self._worker: Any = None
+
+    def address(self, ports: PortRange, address: str | None) -> tuple[str, int]:
+        """This node's IP address and a free port on it."""
+        host = address or ray.util.get_node_ip_address()
+        return host, ports.free_port(host)
+
+    def process_id(self) -> int:
+        """This actor's process id."""
+        return os.getpid()
+
+    def build(self, worker_class: type, arguments: Mapping[str, Any]) -> None:
+        """Constructs the worker."""
+        self._worker = worker_class(**arguments)
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls one of the worker's methods."""
+        return getattr(self._worker, method)(*args, **kwargs)
+
+
+class Pending:
+    """Calls in flight on some workers of a group."""
+
+    def __init__(self, group: WorkerGroup, phase: str, references: Mapping[int, Any]) -> None:
+        self.group, self.phase = group, phase
+        self.references = dict(references)
+
+
+class WorkerGroup:
+    """Actors of one role, one per rank, in a placement group of their own."""
+
+    def __init__(
+        self,
+        name: str,
+        count: int,
+        *,
+        resources: Mapping[str, float],
+        environment: Mapping[str, str],
+        timeout_s: float,
+    ) -> None:
+        """Reserves the resources for all ranks at once and starts the actors.
+
+        Raises:
+            WorkerError: the cluster doesn't have the resources free within `timeout_s`.
+        """
+        self.name, self.count, self.timeout_s = name, count, timeout_s
+        self._placement: PlacementGroup | None = placement_group(
+            [dict(resources)] * count, strategy="PACK", name=f"refit-{name}"
+        )
+        self._actors: list[Any] = []
+        try:
+            self._start(resources, environment)
+        except BaseException:
+            self.release()
+            raise
+
+    def _start(self, resources: Mapping[str, float], environment: Mapping[str, str]) -> None:
+        assert self._placement is not None
+        if not self._placement.wait(self.timeout_s):
+            free = {key: value for key, value in ray.available_resources().items() if key in resources}
+            reason = (
+                f"{self.count} bundles of {dict(resources)} are not free within {self.timeout_s:g} s (free: {free}); "
+                "see cluster.gpus_per_node and cluster.num_nodes"
+            )
+            raise WorkerError(self.name, -1, "placement", reason)
+        actor = ray.remote(_Host)
+        for rank in range(self.count):
+            strategy = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=rank)
+            self._actors.append(
+                actor.options(
+                    num_cpus=resources.get("CPU", 0),
+                    num_gpus=resources.get("GPU", 0),
+                    max_restarts=0,
+                    scheduling_strategy=strategy,
+                    runtime_env={"env_vars": dict(environment)},
+                ).remote()
+            )
+
+    def address(self, ports: PortRange, *, rank: int = 0, host: str | None = None) -> tuple[str, int]:
+        """The IP address of a rank's node and a free port on it; `host` overrides the address."""
+        reference = self._actors[rank].address.remote(ports, host)
+        [found] = collect([Pending(self, "address", {rank: reference})], timeout_s=self.timeout_s)
+        return (str(found[rank][0]), int(found[rank][1]))
+
+    def build(self, worker_class: type, arguments: Sequence[Mapping[str, Any]]) -> Pending:
+        """Starts constructing every rank's worker from its own arguments."""
+        references = {
+            rank: actor.build.remote(worker_class, dict(own))
+            for rank, (actor, own) in enumerate(zip(self._actors, arguments, strict=True))
+        }
+        return Pending(self, "start", references)
+
+    def start(self, method: str, *args: Any, **kwargs: Any) -> Pending:
+        """Calls a method on every rank with equal arguments, without waiting."""
+        references = {rank: actor.call.remote(method, *args, **kwargs) for rank, actor in enumerate(self._actors)}
+        return Pending(self, method, references)
+
+    def start_one(self, rank: int, method: str, **kwargs: Any) -> Pending:
+        """Calls a method on one rank, without waiting."""
+        return Pending(self, method, {rank: self._actors[rank].call.remote(method, **kwargs)})
+
+    def call(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
+        """Calls a method on every rank and waits; the results by rank."""
+        [found] = collect([self.start(method, *args, **kwargs)], timeout_s=timeout_s or self.timeout_s)
+        return [found[rank] for rank in range(self.count)]
+
+    def process_ids(self) -> list[int]:
+        """The process id of each rank's actor."""
+        references = {rank: actor.process_id.remote() for rank, actor in enumerate(self._actors)}
+        [found] = collect([Pending(self, "process_ids", references)], timeout_s=self.timeout_s)
+        return [int(found[rank]) for rank in range(self.count)]
+
+    def release(self) -> None:
+        """Ends the actors and frees their resources; a second call does nothing."""
+        for actor in self._actors:
+            ray.kill(actor, no_restart=True)
+        self._actors = []
+        if self._placement is not None:
+            remove_placement_group(self._placement)
+            self._placement = None
+
+
+def collect(pending: Sequence[Pending], *, timeout_s: float) -> list[dict[int, Any]]:
+    """Waits for calls on several groups at once; the results by rank, in the order of `pending`.
+
+    Raises:
+        WorkerError: the first failure of any of them, or a worker that didn't answer within `timeout_s`.
+    """
+    places = {
+        reference: (index, rank) for index, calls in enumerate(pending) for rank, reference in calls.references.items()
+    }
+    results: list[dict[int, Any]] = [{} for _ in pending]
+    waiting, end = list(places), time.monotonic() + timeout_s
+    while waiting:
+        ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, end - time.monotonic()))
+        if not ready:
+            index, rank = places[waiting[0]]
+            reason = f"no answer within {timeout_s:g} s"
+            raise WorkerError(pending[index].group.name, rank, pending[index].phase, reason)
+        index, rank = places[ready[0]]
+        try:
+            results[index][rank] = ray.get(ready[0])
+        except RayError as error:
+            raise _worker_error(pending[index], rank, error) from error
+    return results
+
+
+def _worker_error(calls: Pending, rank: int, error: RayError) -> RefitTransportError:
+    if isinstance(error, RayActorError):
+        reason = f"the process died ({str(error).strip().splitlines()[-1].strip()})"
+    else:
+        cause = error.cause if isinstance(error, RayTaskError) and error.cause is not None else error
+        own = isinstance(cause, RefitTransportError)
+        reason = str(cause) if own else f"{type(cause).__name__}: {cause}"
+    return WorkerError(calls.group.name, rank, calls.phase, reason)

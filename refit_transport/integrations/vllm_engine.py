@@ -1,0 +1,94 @@
+"""The vLLM weight-transfer engine `refit_transport`: one vLLM rank's part in a refit, driven by vLLM's own calls.
+
+Select it with `WeightTransferConfig(backend="refit_transport")`; `init_weight_transfer_engine` joins the refit,
+`start_weight_update` opens it, `update_weights` receives, and `finish_weight_update` makes vLLM serve what arrived.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from refit_transport.errors import TransferError
+from refit_transport.fabrics.rendezvous import ControlChannel
+from refit_transport.session import RefitSession
+from refit_transport.targets.vllm import VllmTarget
+
+
+@dataclass
+class RefitInitInfo(WeightTransferInitInfo):
+    """Where the refit's rank 0 listens, and who this engine is.
+
+    first_rank: the refit rank of this engine's first vLLM rank. sources: the number of source ranks. world_size: of
+    the refit, both sides. timeout_s: seconds until a silent peer is an error.
+    """
+
+    host: str
+    port: int
+    first_rank: int
+    sources: int
+    world_size: int
+    timeout_s: float = 300.0
+
+
+@dataclass
+class RefitUpdateInfo(WeightTransferUpdateInfo):
+    """The weight version to receive; strictly above the last one."""
+
+    version: int
+
+
+class RefitTransportEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]):
+    """See the module's docstring. vLLM constructs it in each worker after the model is loaded."""
+
+    init_info_cls = RefitInitInfo
+    update_info_cls = RefitUpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._target = VllmTarget(self.model, self.vllm_config)
+        self._session: RefitSession | None = None
+
+    def init_transfer_engine(self, init_info: RefitInitInfo) -> None:
+        """Joins the refit and plans it; collective over all its ranks. A second call leaves the earlier refit."""
+        self.shutdown()
+        parallel = self.parallel_config
+        channel = ControlChannel.join(
+            host=init_info.host,
+            port=init_info.port,
+            rank=init_info.first_rank + parallel.data_parallel_index * parallel.world_size + parallel.rank,
+            world_size=init_info.world_size,
+            timeout_s=init_info.timeout_s,
+        )
+        self._session = RefitSession.prepare(channel, sources=init_info.sources, target=self._target)
+
+    def start_weight_update(self) -> None:
+        """Opens a refit: the weights are not to be used until it is finished."""
+        self._joined("start_weight_update").begin()
+
+    def receive_weights(self, update_info: RefitUpdateInfo) -> None:
+        """Receives, and verifies if the job asks for it."""
+        self._joined("update_weights").transfer(update_info.version)
+
+    def finish_weight_update(self) -> None:
+        """Makes the new weights the ones that are served."""
+        self._joined("finish_weight_update").finish()
+
+    def shutdown(self) -> None:
+        """Leaves the refit."""
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+    def _joined(self, call: str) -> RefitSession:
+        if self._session is None:
+            reason = f"{call} needs init_weight_transfer_engine first"
+            raise TransferError(self.parallel_config.rank, -1, call, "", reason)
+        return self._session
