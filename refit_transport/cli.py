@@ -99,8 +99,7 @@ def transports(*, as_json: AsJson = False) -> None:
         listed = [{key: getattr(entry, key) for key in keys} for entry in entries]
         print_json({"default": DEFAULT_TRANSPORT, "transports": listed})
     else:
-        rows = [(entry.name, entry.description, entry.target) for entry in entries]
-        print_table("Transports (or 'package.module:Class')", ("name", "what it does", "class"), rows)
+        print_table("Transports", ("name", "what it does"), [(entry.name, entry.description) for entry in entries])
 
 
 def load(config: Path, overrides: list[str] | None) -> RefitConfig:
@@ -154,7 +153,7 @@ def _summary(config: RefitConfig) -> dict[str, object]:
         "transport": config.transport,
         "fabric": settings.fabric,
         "domains": [list(ranks) for ranks in domains] if (domains := config.domains()) is not None else "one per host",
-        "staging, bucket, chunk": [settings.staging_bytes, settings.bucket_bytes, settings.chunk_bytes],
+        "bytes": {"staging": settings.staging_bytes, "bucket": settings.bucket_bytes, "chunk": settings.chunk_bytes},
         "verify": settings.verify,
     }
 

@@ -78,6 +78,17 @@ class UnknownTransportError(_FieldError):
 
 
 @dataclass(eq=False)
+class DuplicateTransportError(_FieldError):
+    """Two installed packages, or one and this package, claim the same transport name."""
+
+    name: str
+    claims: tuple[str, ...]
+
+    def message(self) -> str:
+        return f"transport {self.name!r} is claimed by {' and by '.join(self.claims)}: uninstall one of them"
+
+
+@dataclass(eq=False)
 class MissingDependencyError(_FieldError):
     """An optional package is needed for what was asked."""
 

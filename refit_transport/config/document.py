@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import operator
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,11 +19,12 @@ _MAX_DEPTH = 64
 _COMMAND_LINE = "--set"
 # Arithmetic that NeMo RL's YAML files use.
 _RESOLVERS: Mapping[str, Callable[..., Any]] = {
-    "add": operator.add,
-    "mul": operator.mul,
-    "div": operator.truediv,
-    "max": max,
+    "add": lambda a, b: a + b,
+    "mul": lambda a, b: a * b,
+    "div": lambda a, b: a / b,
+    "max": lambda a, b: max(a, b),
 }
+_REFERENCE = re.compile(r"\$\{(\w[\w.]*)\}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +32,14 @@ class Document:
     """Plain values as the files say, after merging and interpolation.
 
     `problems` are the values that could not be worked out; they stand in `values` as they were written. `origins` names
-    the file that set a key, by dotted path.
+    the file that set a key, `references` the key whose value it takes over by `${...}`, both by dotted path.
     """
 
     source: str
     values: dict[str, Any]
     problems: tuple[Violation, ...]
     origins: Mapping[str, str]
+    references: Mapping[str, str]
 
     def with_origin(self, violation: Violation) -> Violation:
         """Says where the value comes from, if it isn't the file that was asked for."""
@@ -176,10 +178,13 @@ def _paths(values: object, prefix: KeyPath = ()) -> Iterator[KeyPath]:
 
 
 def _resolved(config: DictConfig, *, source: str, origins: Mapping[str, str]) -> Document:
+    # OmegaConf 2.4 renamed it.
+    register = getattr(OmegaConf, "register_resolver", None) or OmegaConf.register_new_resolver
     for name, function in _RESOLVERS.items():
         if not OmegaConf.has_resolver(name):
-            OmegaConf.register_new_resolver(name, function)
+            register(name, function)
     problems: list[Violation] = []
+    references: dict[str, str] = {}
 
     def plain(node: Any, where: KeyPath) -> Any:
         if not OmegaConf.is_config(node):
@@ -194,6 +199,8 @@ def _resolved(config: DictConfig, *, source: str, origins: Mapping[str, str]) ->
         return written
 
     def read(node: Any, key: Any, written: Any, where: KeyPath) -> Any:
+        if isinstance(written, str) and (reference := _REFERENCE.fullmatch(written)) is not None:
+            references[dotted(where)] = reference[1]
         try:
             return plain(node[key], where)
         except RecursionError:
@@ -206,7 +213,7 @@ def _resolved(config: DictConfig, *, source: str, origins: Mapping[str, str]) ->
         problems.append(Violation(dotted(where), shown(written), problem, "correct the `${...}`" * (written != "???")))
         return written
 
-    return Document(source, plain(config, ()), tuple(problems), origins)
+    return Document(source, plain(config, ()), tuple(problems), origins, references)
 
 
 def _first_line(error: Exception) -> str:

@@ -54,6 +54,8 @@ def _checked(document: Document, resolve_transport: TransportLookup) -> RefitCon
         config = _repaired(ours, error)
     job = job_of(config, resolve_transport=resolve_transport)
     found += broken_rules(job, doubtful=frozenset(doubtful))
+    told = {violation.path for violation in found}
+    found = [violation for violation in found if document.references.get(violation.path) not in told]
     if found:
         raise ConfigError(document.source, tuple(map(document.with_origin, found)))
     config._document = document.values

@@ -43,7 +43,6 @@ RULES: tuple[Rule, ...] = (
     Rule(rules_run.domains_name_every_rank_once, reads=(*_RANKS, REFIT_CFG, f"{GENERATION}.refit_transport")),
     Rule(rules_run.ports_are_a_range, reads=(CLUSTER,)),
     Rule(rules_run.prompts_fit_the_model, reads=("refit_run.prompts", f"{VLLM}.max_model_len", *_SHAPE)),
-    Rule(rules_run.batch_divides, reads=(*_RANKS, MEGATRON, "refit_run.batch_size")),
     Rule(rules_run.sequence_divides, reads=(MEGATRON, "refit_run.sequence_length")),
     Rule(rules_parallel.generation_has_resources, reads=_RANKS),
     Rule(rules_parallel.training_ranks_divide, reads=(*_RANKS, MEGATRON)),

@@ -47,8 +47,7 @@ def transport_is_known(job: Job) -> Iterator[Violation]:
     """The registry has the transport."""
     if job.transport_problem:
         name = shown(job.config.policy.generation.refit_transport)
-        reason, _, remedy = job.transport_problem.partition("; ")
-        yield Violation(f"{GENERATION}.refit_transport", name, f"is an unknown transport: {reason}", remedy)
+        yield Violation(f"{GENERATION}.refit_transport", name, "is an unknown transport", job.transport_problem)
 
 
 def model_is_readable(job: Job) -> Iterator[Violation]:
@@ -154,20 +153,10 @@ def prompts_fit_the_model(job: Job) -> Iterator[Violation]:
             yield Violation(path, f"{len(prompt)} tokens", reason, "shorten it")
 
 
-def batch_divides(job: Job) -> Iterator[Violation]:
-    """Every data-parallel rank trains on the same number of sequences."""
-    replicas, batch = job.config.data_parallel_size, job.config.refit_run.batch_size
-    whole = replicas > 0 and job.config.training_ranks % job.config.policy.megatron_cfg.model_ranks == 0
-    if whole and not job.config.policy.generation.colocated.enabled and batch % replicas:
-        reason = f"must be a multiple of the {replicas} data-parallel ranks of training"
-        yield Violation("refit_run.batch_size", str(batch), reason, f"use a multiple of {replicas}")
-
-
 def sequence_divides(job: Job) -> Iterator[Violation]:
     """Sequence and context parallelism cut a sequence evenly."""
-    megatron, length = job.config.policy.megatron_cfg, job.config.refit_run.sequence_length
-    parts = megatron.context_parallel_size * (megatron.tensor_model_parallel_size if megatron.sequence_parallel else 1)
-    if megatron.enabled and length % parts:
+    parts, length = job.config.policy.megatron_cfg.sequence_ranks, job.config.sequence_length
+    if job.config.policy.megatron_cfg.enabled and length % parts:
         reason = f"must be a multiple of {parts}, the ranks that a sequence is cut over"
         yield Violation("refit_run.sequence_length", str(length), reason, f"use a multiple of {parts}")
 

@@ -80,6 +80,11 @@ class Megatron(Section):
     optimizer: Optimizer = Optimizer()
 
     @property
+    def sequence_ranks(self) -> int:
+        """Ranks that one sequence is cut over."""
+        return self.context_parallel_size * (self.tensor_model_parallel_size if self.sequence_parallel else 1)
+
+    @property
     def expert_tensor_ranks(self) -> int:
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
@@ -292,9 +297,10 @@ class RefitRun(Section):
     steps_per_refit: Count = 2
     # Of the training tokens.
     seed: Annotated[int, Field(ge=0)] = 0
-    # Sequences of one step, over all data-parallel ranks, and tokens of one sequence.
-    batch_size: Count = 4
-    sequence_length: Count = 32
+    # Sequences of one step on each data-parallel rank.
+    batch_size: Count = 2
+    # Tokens of one sequence; null: 16 for each rank that a sequence is cut over.
+    sequence_length: Count | None = None
     # Token ids on which both sides' log-probabilities are compared after each refit, and by how much they may differ.
     prompts: tuple[Annotated[tuple[TokenId, ...], Field(min_length=2)], ...] = ((1, 2, 3, 4, 5, 6, 7, 8), (8, 6, 4, 2))
     logprob_tolerance: Annotated[Number, Field(gt=0)] = 1e-4
@@ -335,6 +341,11 @@ class RefitConfig(Section):
     def engines(self) -> int:
         """vLLM engines, which is data parallelism of the generation side."""
         return self.generation_ranks // self.policy.generation.vllm_cfg.model_ranks
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of one training sequence."""
+        return self.refit_run.sequence_length or 16 * self.policy.megatron_cfg.sequence_ranks
 
     @property
     def vllm_precision(self) -> str:

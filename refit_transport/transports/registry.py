@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 
-from refit_transport.errors import MissingDependencyError, RefitTransportError, UnknownTransportError
+from refit_transport.errors import DuplicateTransportError, MissingDependencyError, UnknownTransportError
 
 ENTRY_POINT_GROUP = "refit_transport.transports"
 DEFAULT_TRANSPORT = "gather_broadcast"
@@ -41,20 +41,6 @@ BUILT_IN: tuple[TransportEntry, ...] = (
         description="full tensors, gathered and broadcast in packed buckets (the default)",
     ),
 )
-
-
-class DuplicateTransportError(RefitTransportError):
-    """Two installed things claim one transport name. Fields: `name`, `claims` (targets)."""
-
-    def __init__(self, name: str, claims: tuple[str, ...]) -> None:
-        super().__init__(name, claims)
-        self.name = name
-        self.claims = claims
-
-    def __str__(self) -> str:
-        return (
-            f"transport {self.name!r} is claimed more than once, by {' and '.join(self.claims)}: uninstall one of them"
-        )
 
 
 def known_transports() -> Mapping[str, TransportEntry]:
