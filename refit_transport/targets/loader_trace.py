@@ -231,7 +231,7 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not isinstance(target, str):
             known = [each for each in (target, origin) if each is not None]
             self._note(destination, _Derived.of(known, "its loader builds the value in a temporary tensor"))
-        elif torch.broadcast_shapes(value.shape, destination.shape) != destination.shape:
+        elif torch.broadcast_shapes(value.shape, destination.shape) != destination.shape:  # type: ignore[no-untyped-call]
             raise RuntimeError(f"{list(value.shape)} doesn't fit into {list(destination.shape)}")
         elif destination.numel() == 0:
             pass
