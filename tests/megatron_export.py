@@ -56,7 +56,7 @@ def export(chunks: Any, *, vocab: int) -> dict[str, np.ndarray]:
                 layer = chunk.decoder.layers[int(local)].layer_number - 1
                 for inner, tensor in _layer_tensors(rest, full, chunk.config, mpu):
                     found[f"model.layers.{layer}.{inner}"] = tensor
-    return {name: tensor.numpy() for name, tensor in found.items()}
+    return {name: tensor.float().numpy() for name, tensor in found.items()}
 
 
 def _layer_tensors(rest: str, full: torch.Tensor, config: Any, mpu: Any) -> list[tuple[str, torch.Tensor]]:

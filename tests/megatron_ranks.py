@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 from megatron_export import export
 
 from refit_transport.cluster.parallelism import MegatronParallelism
+from refit_transport.errors import AgreementError
 from refit_transport.layout.manifest import RankManifest
 
 
@@ -39,6 +41,80 @@ def _snapshot(worker: Any) -> Snapshot:
     return Snapshot(manifest, pieces, exported)
 
 
+def start(
+    rank: int, world_size: int, port: int, checkpoint: Path, parallelism: MegatronParallelism, **options: Any
+) -> Any:
+    from refit_transport.cluster.training import TrainingWorker
+
+    return TrainingWorker(
+        rank=rank,
+        world_size=world_size,
+        init_method=f"tcp://127.0.0.1:{port}",
+        checkpoint=str(checkpoint),
+        parallelism=parallelism,
+        **{"timeout_s": 60.0, **options},
+    )
+
+
+def narrow_weights(*, rank: int, world_size: int, port: int, checkpoint: Path, batch: list[list[int]]) -> Outcome:
+    """Loads in bfloat16 and trains ten steps on one batch."""
+    worker = start(rank, world_size, port, checkpoint, MegatronParallelism(2), precision="bfloat16", learning_rate=1e-4)
+    try:
+        outcome = Outcome({"loaded": _snapshot(worker)})
+        outcome.losses = [worker.train_step(batch) for _ in range(10)]
+        worker.check_replicas()
+        outcome.snapshots["trained"] = _snapshot(worker)
+        worker.perturb(1)
+        outcome.snapshots["perturbed"] = _snapshot(worker)
+        worker.train_step(batch)
+        outcome.snapshots["trained again"] = _snapshot(worker)
+        return outcome
+    finally:
+        worker.shutdown()
+
+
+def tamper(*, rank: int, world_size: int, port: int, checkpoint: Path, parallelism: MegatronParallelism) -> str:
+    """Changes one element of the last rank's copy of a replicated tensor; what `check_replicas` says."""
+    worker = start(rank, world_size, port, checkpoint, parallelism)
+    try:
+        worker.check_replicas()
+        if rank == world_size - 1:
+            next(p for n, p in worker.source().buffers().items() if "output_layer" in n)[3, 5] += 1
+        worker.check_replicas()
+    except AgreementError as error:
+        return str(error)
+    finally:
+        worker.shutdown()
+    return ""
+
+
+def hang(*, rank: int, world_size: int, port: int, checkpoint: Path, patience_s: float) -> tuple[str, float]:
+    """Rank 1 doesn't come to a step; how and when rank 0 notices."""
+    worker = start(rank, world_size, port, checkpoint, MegatronParallelism(2), timeout_s=patience_s)
+    begin = time.monotonic()
+    try:
+        if rank == 1:
+            time.sleep(patience_s + 4)
+        else:
+            worker.train_step([[1, 2, 3]])
+    except RuntimeError as error:
+        return str(error), time.monotonic() - begin
+    finally:
+        worker.shutdown()
+    return "", time.monotonic() - begin
+
+
+def uneven_deal(*, rank: int, world_size: int, port: int, checkpoint: Path) -> str:
+    worker = start(rank, world_size, port, checkpoint, MegatronParallelism())
+    try:
+        worker.train_step([[1, 2, 3]] * 3)
+    except ValueError as error:
+        return str(error)
+    finally:
+        worker.shutdown()
+    return ""
+
+
 def full_life(
     *,
     rank: int,
@@ -51,17 +127,7 @@ def full_life(
     options: dict[str, Any],
 ) -> Outcome:
     """Load, score, train, score, perturb, score; a snapshot after each change."""
-    from refit_transport.cluster.training import TrainingWorker
-
-    worker = TrainingWorker(
-        rank=rank,
-        world_size=world_size,
-        init_method=f"tcp://127.0.0.1:{port}",
-        checkpoint=str(checkpoint),
-        parallelism=parallelism,
-        timeout_s=60,
-        **options,
-    )
+    worker = start(rank, world_size, port, checkpoint, parallelism, **options)
     try:
         outcome = Outcome()
         for stage in ("loaded", "trained", "perturbed"):

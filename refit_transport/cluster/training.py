@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from refit_transport.cluster.parallelism import MegatronParallelism, check_parallelism
-from refit_transport.errors import AgreementError, ConfigError, Violation
+from refit_transport.errors import AgreementError, ConfigError, Violation, WorkerError
 from refit_transport.layout.model_shape import ModelShape
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class TrainingWorker:
         Raises:
             ConfigError: the checkpoint can't be read or isn't supported, or the parallelism doesn't fit the model.
             LayoutError: model, config and checkpoint disagree.
+            WorkerError: the ranks didn't find each other within the timeout.
         """
         from refit_transport.cluster import checkpoint as files
 
@@ -77,12 +78,12 @@ class TrainingWorker:
 
         megatron_cpu.apply()
         megatron_model.initialize_parallel_state(self._cut, timeout_s=timeout_s)
-        megatron = megatron_model.transformer_config(
-            self._config, self._model, self._cut, dtype=getattr(torch, precision)
-        )
+        dtype: torch.dtype = getattr(torch, precision)
+        megatron = megatron_model.transformer_config(self._config, self._model, self._cut, dtype=dtype)
         vocab = megatron_model.padded_vocab(self._model.vocab, divisible_by=divisible_by, tensor=self._cut.tensor)
         chunks = megatron_model.build_chunks(self._config, self._model, megatron, vocab=vocab)
-        self._chunks = tuple(chunk.to(self._device) for chunk in chunks)
+        # Torch's norms come in fp32; Megatron's own wrapper casts the whole model too.
+        self._chunks = tuple(chunk.to(self._device, dtype) for chunk in chunks)
         self._source = MegatronSource(self._chunks, self._model)
         megatron_model.load_checkpoint(self._chunks, self._source, folder, rank=self.rank)
 
@@ -219,15 +220,23 @@ class _Optimizer:
 
 
 def _join(*, rank: int, world_size: int, init_method: str, timeout_s: float) -> torch.device:
-    """Initialises torch.distributed; the device that this rank computes on."""
+    """Initialises torch.distributed; the device that this rank computes on.
+
+    Raises:
+        WorkerError: a rank didn't come in time, or the port is taken.
+    """
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(rank % torch.cuda.device_count())
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo",
-        init_method=init_method,
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout_s),
-    )
+    try:
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            init_method=init_method,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except dist.DistError as error:
+        reason = f"no group of {world_size} ranks at {init_method} within {timeout_s:g} s: {error}"
+        raise WorkerError("training", rank, "rendezvous", reason) from error
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from megatron_checks import assert_same, check_weights
 from megatron_models import (
     checkpoint_tensors,
     load_model,
@@ -16,14 +17,11 @@ from megatron_models import (
     sequences,
     train_model,
 )
-from megatron_ranks import Outcome, Snapshot, full_life
+from megatron_ranks import full_life
 from rank_pool import RankPool
 
 from refit_transport.cluster.parallelism import MegatronParallelism
-from refit_transport.layout.canonical import checkpoint_entries
-from refit_transport.layout.manifest import Manifest
 from refit_transport.layout.model_shape import ModelShape
-from refit_transport.sources.naming import check_complete, expected_tensors
 
 LEARNING_RATE = 1e-3
 
@@ -75,44 +73,8 @@ CASES = (
 )
 
 
-def _assemble(snapshots: list[Snapshot], manifest: Manifest) -> dict[str, np.ndarray]:
-    """The checkpoint tensors that the pieces give, each box checked against every holder."""
-    whole = {spec.name: np.full(spec.shape, np.nan, np.float32) for spec in manifest.tensors}
-    for snapshot in snapshots:
-        for piece, values in zip(snapshot.manifest.pieces, snapshot.pieces, strict=True):
-            place = whole[piece.tensor][tuple(slice(span.start, span.stop) for span in piece.box.spans)]
-            known = ~np.isnan(place)
-            assert np.array_equal(place[known], values[known]), f"holders of {piece.tensor}{piece.box} differ"
-            place[...] = values
-    found = {}
-    for spec in manifest.tensors:
-        assert not np.isnan(whole[spec.name]).any(), f"{spec.name} is not covered"
-        for entry in checkpoint_entries(spec):
-            found[entry.name] = whole[spec.name] if entry.expert is None else whole[spec.name][entry.expert]
-    return found
-
-
-def _assert_same(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> None:
-    assert sorted(got) == sorted(want)
-    different = [name for name in want if not np.array_equal(got[name], want[name])]
-    assert not different, f"{len(different)} of {len(want)} differ: {different[:5]}"
-
-
 def _largest(one: list[list[float]], other: list[list[float]]) -> float:
     return max(abs(a - b) for mine, theirs in zip(one, other, strict=True) for a, b in zip(mine, theirs, strict=True))
-
-
-def _check_weights(outcomes: list[Outcome], shape: ModelShape) -> dict[str, dict[str, np.ndarray]]:
-    tensors = {}
-    for stage in outcomes[0].snapshots:
-        snapshots = [outcome.snapshots[stage] for outcome in outcomes]
-        manifest = Manifest.of(snapshot.manifest for snapshot in snapshots)
-        check_complete(manifest, shape)
-        assert set(manifest.tensors) == set(expected_tensors(shape, dtype="float32"))
-        oracle = {name: value for snapshot in snapshots for name, value in snapshot.exported.items()}
-        tensors[stage] = _assemble(snapshots, manifest)
-        _assert_same(tensors[stage], oracle)
-    return tensors
 
 
 @pytest.mark.e2e
@@ -136,8 +98,8 @@ def test_a_layout_holds_trains_and_describes_the_checkpoint(
         options={"learning_rate": LEARNING_RATE, **case.options},
     )
 
-    tensors = _check_weights(outcomes, shape)
-    _assert_same(tensors["loaded"], {name: value.numpy() for name, value in checkpoint_tensors(folder).items()})
+    tensors = check_weights(outcomes, shape, dtype="float32")
+    assert_same(tensors["loaded"], {name: value.numpy() for name, value in checkpoint_tensors(folder).items()})
     assert _largest(outcomes[0].logprobs["loaded"], model_logprobs(model, prompts)) <= 1e-5
     losses = train_model(model, batches, learning_rate=LEARNING_RATE)
     for outcome in outcomes:
@@ -146,12 +108,3 @@ def test_a_layout_holds_trains_and_describes_the_checkpoint(
     assert _largest(outcomes[0].logprobs["trained"], model_logprobs(model, prompts)) <= 1e-4
     assert _largest(outcomes[0].logprobs["trained"], outcomes[0].logprobs["loaded"]) > 1e-2
     assert _largest(outcomes[0].logprobs["perturbed"], outcomes[0].logprobs["trained"]) > 1e-2
-    print(
-        case.name,
-        "max |dlogprob| loaded",
-        _largest(outcomes[0].logprobs["loaded"], model_logprobs(load_model(folder), prompts)),
-        "trained",
-        _largest(outcomes[0].logprobs["trained"], model_logprobs(model, prompts)),
-        "losses",
-        max(abs(a - b) for a, b in zip(outcomes[0].losses, losses, strict=True)),
-    )
