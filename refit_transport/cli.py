@@ -7,7 +7,9 @@ imported inside it, so that `--help` answers at once. Our own errors become one 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,6 +26,7 @@ from refit_transport.errors import (
 )
 
 if TYPE_CHECKING:
+    from refit_transport.cluster.run import RefitRound
     from refit_transport.config.schema import RefitConfig
 
 
@@ -102,6 +105,27 @@ def transports(*, as_json: AsJson = False) -> None:
         print_table("Transports", ("name", "what it does"), [(entry.name, entry.description) for entry in entries])
 
 
+@app.command()
+def run(config: ConfigFile, *, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Train, refit and compare both sides, as often as `refit_run` says, on Ray."""
+    checked = load(config, overrides)
+    from refit_transport.cluster.run import run_rounds
+
+    rounds: list[RefitRound] = []
+    with progress() as announce:
+        for finished in run_rounds(checked, ray_address=os.environ.get("RAY_ADDRESS"), announce=announce):
+            rounds.append(finished)
+            if not as_json:
+                _show_round(finished, checked)
+    document = {"rounds": [finished.to_json() for finished in rounds]}
+    if checked.refit_run.report is not None:
+        report = Path(checked.refit_run.report)
+        report.parent.mkdir(parents=True, exist_ok=True)
+        report.write_text(json.dumps(document, indent=2) + "\n")
+    if as_json:
+        print_json(document)
+
+
 def load(config: Path, overrides: list[str] | None) -> RefitConfig:
     """The checked configuration that a command runs on."""
     from refit_transport.config.load import load_config
@@ -126,6 +150,38 @@ def print_table(title: str, headers: tuple[str, ...], rows: Sequence[tuple[str, 
     for row in rows:
         table.add_row(*row)
     Console(soft_wrap=False, markup=False, highlight=False).print(table)
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """A spinner on stderr that says what is going on and for how long; yields the function that changes the text."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=None)
+
+        def announce(text: str) -> None:
+            bar.update(task, description=text)
+            if not console.is_terminal:
+                console.print(text, markup=False, highlight=False)
+
+        yield announce
+
+
+def _show_round(finished: RefitRound, config: RefitConfig) -> None:
+    from rich.console import Console
+
+    console = Console(markup=False, highlight=False)
+    console.print(finished.report.render())
+    console.print(
+        f"version {finished.version}: training loss {finished.loss:.4f}; log-probabilities of "
+        f"{len(config.refit_run.prompts)} prompts differ between trainer and vLLM by at most "
+        f"{finished.largest_difference:.2g} (allowed: {config.refit_run.logprob_tolerance:g}), and from the version "
+        f"before by {finished.largest_change:.2g}\n"
+    )
 
 
 def _summary(config: RefitConfig) -> dict[str, object]:
@@ -153,7 +209,7 @@ def _summary(config: RefitConfig) -> dict[str, object]:
         "transport": config.transport,
         "fabric": settings.fabric,
         "domains": [list(ranks) for ranks in domains] if (domains := config.domains()) is not None else "one per host",
-        "bytes": {"staging": settings.staging_bytes, "bucket": settings.bucket_bytes, "chunk": settings.chunk_bytes},
+        "bytes": {"staging": settings.staging_bytes, "bucket": settings.bucket_bytes},
         "verify": settings.verify,
     }
 

@@ -220,3 +220,19 @@ class WorkerError(_FieldError):
 
     def message(self) -> str:
         return f"worker {self.actor} (rank {self.rank}) failed in phase {self.phase}: {self.reason}"
+
+
+@dataclass(eq=False)
+class ParityError(_FieldError):
+    """After a refit, the samplers don't compute what the trainer computes, or compute what they did before."""
+
+    version: int
+    difference: float
+    tolerance: float
+    what: str
+
+    def message(self) -> str:
+        return (
+            f"weight version {self.version}: the samplers' log-probabilities {self.what} {self.difference:.3g} "
+            f"(refit_run.logprob_tolerance is {self.tolerance:g})"
+        )

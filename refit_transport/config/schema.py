@@ -6,7 +6,6 @@ in `RefitConfig.document`, untouched. A value that depends on several keys is ch
 
 from __future__ import annotations
 
-import fnmatch
 import re
 from collections.abc import Mapping
 from functools import cached_property
@@ -23,10 +22,11 @@ from pydantic import (
     model_validator,
 )
 
+from refit_transport.config.settings import FabricName, RefitSettings
+from refit_transport.planning.routing import RouteRule
+
 Ranks = tuple[int, ...]
 Precision = Literal["float32", "bfloat16"]
-Fabric = Literal["auto", "loopback", "gloo", "nccl", "nccl_m2n"]
-_REGEX = "re:"
 
 KIB, MIB = 1024, 1024**2
 
@@ -142,12 +142,7 @@ class Vllm(Section):
 class Route(Section):
     """Sends the parameters whose canonical name matches by one transport; the first route that matches decides.
 
-    A pattern is a glob over the whole name, or with the prefix `re:` a regular expression that is searched for.
-
-    >>> Route(pattern="*.mlp.*", transport="nccl_reshard").matches("model.layers.0.mlp.up_proj.weight")
-    True
-    >>> Route(pattern="re:layers[.][02][.]", transport="gather_broadcast").matches("model.layers.1.mlp.up_proj.weight")
-    False
+    See `planning.routing.RouteRule` for patterns.
     """
 
     pattern: Annotated[str, Field(min_length=1)]
@@ -157,19 +152,10 @@ class Route(Section):
     @classmethod
     def _compiles(cls, pattern: str) -> str:
         try:
-            _compiled(pattern)
+            RouteRule(pattern, "")
         except re.error as error:
-            raise ValueError(f"must be a regular expression after {_REGEX!r} ({error})") from None
+            raise ValueError(f"must be a regular expression after 're:' ({error})") from None
         return pattern
-
-    def matches(self, name: str) -> bool:
-        return _compiled(self.pattern).search(name) is not None
-
-
-def _compiled(pattern: str) -> re.Pattern[str]:
-    if pattern.startswith(_REGEX):
-        return re.compile(pattern.removeprefix(_REGEX))
-    return re.compile(rf"\A{fnmatch.translate(pattern)}")
 
 
 def _domains_form(value: object) -> object:
@@ -198,14 +184,13 @@ class TransportSettings(Section):
     """`refit_cfg.gather_broadcast`, and the part of `refit_cfg.nccl_reshard` that both transports share."""
 
     # auto: nccl where the ranks have CUDA devices, gloo elsewhere.
-    fabric: Fabric = "auto"
+    fabric: FabricName = "auto"
     topology: Topology = Topology()
     # Extra memory of one rank during a refit; a number of bytes or text such as "64MiB".
     staging_bytes: Bytes = ByteSize(16 * MIB)
-    # Small tensors are packed into messages of this size: a quarter of the staging memory unless set.
-    bucket_bytes: Bytes = Field(default_factory=lambda known: ByteSize(max(1, known["staging_bytes"] // 4)))
-    # Large tensors are cut into pieces of this size, so that the stages overlap: 1 MiB or the bucket unless set.
-    chunk_bytes: Bytes = Field(default_factory=lambda known: ByteSize(min(MIB, known["bucket_bytes"])))
+    # Payload of one message at most: small tensors are packed, large ones cut. An eighth of the staging memory unless
+    # set, so that several messages are on their way at a time.
+    bucket_bytes: Bytes = Field(default_factory=lambda known: ByteSize(max(1, known["staging_bytes"] // 8)))
     # Seconds until a rank that waits for another gives up and the refit fails.
     timeout_s: Annotated[Number, Field(gt=0)] = 300.0
     # What is compared after the transfer: nothing, a checksum of a sample of the boxes, or of all.
@@ -222,7 +207,7 @@ class NcclReshardSettings(TransportSettings):
     routes: tuple[Route, ...] = ()
 
 
-class RefitSettings(Section):
+class RefitCfg(Section):
     """`policy.generation.refit_cfg`: settings by transport name. Those of other transports stay in the document."""
 
     nccl_reshard: NcclReshardSettings = NcclReshardSettings()
@@ -237,7 +222,7 @@ class Generation(Section):
     vllm_cfg: Vllm = Vllm()
     # nccl_reshard, gather_broadcast, an installed transport or "module:Class"; null is gather_broadcast, as in NeMo RL.
     refit_transport: Annotated[str, Field(min_length=1)] | None = None
-    refit_cfg: RefitSettings = RefitSettings()
+    refit_cfg: RefitCfg = RefitCfg()
 
 
 class Policy(Section):
@@ -367,6 +352,22 @@ class RefitConfig(Section):
         """`refit_cfg.<transport>` as it stands in the document."""
         refit_cfg = self.document.get("policy", {}).get("generation", {}).get("refit_cfg") or {}
         return refit_cfg.get(self.transport) or {}
+
+    def refit_settings(self) -> RefitSettings:
+        """What the ranks of a refit agree on."""
+        settings = self.settings
+        reshard = settings if isinstance(settings, NcclReshardSettings) else NcclReshardSettings()
+        return RefitSettings(
+            transport=self.transport,
+            fabric=settings.fabric,
+            coverage=reshard.coverage,
+            routes=tuple(RouteRule(route.pattern, route.transport) for route in reshard.routes),
+            domains=self.domains(),
+            bucket_bytes=int(settings.bucket_bytes),
+            staging_bytes=int(settings.staging_bytes),
+            timeout_s=settings.timeout_s,
+            verify=settings.verify,
+        )
 
     def domains(self) -> tuple[Ranks, ...] | None:
         """The refit ranks of each fast domain; None where only the placement on hosts tells (`auto`)."""

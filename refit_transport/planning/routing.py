@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from fnmatch import translate
 from typing import Literal
 
 from refit_transport.layout.manifest import Manifest
@@ -19,10 +19,28 @@ _FFN = re.compile(r"\.(mlp|feed_forward|block_sparse_moe)(\.(shared_)?experts?)?
 
 @dataclass(frozen=True, slots=True)
 class RouteRule:
-    """Tensors whose canonical name matches the glob `pattern` go by `transport`."""
+    """Tensors whose canonical name matches `pattern` go by `transport`.
+
+    A pattern is a glob over the whole name, or with the prefix `re:` a regular expression that is searched for.
+
+    >>> RouteRule("*.mlp.*", "nccl_reshard").matches("model.layers.0.mlp.up_proj.weight")
+    True
+    >>> RouteRule("re:layers[.][02][.]", "gather_broadcast").matches("model.layers.1.mlp.up_proj.weight")
+    False
+    """
 
     pattern: str
     transport: str
+
+    def __post_init__(self) -> None:
+        self._compiled()
+
+    def matches(self, name: str) -> bool:
+        return self._compiled().search(name) is not None
+
+    def _compiled(self) -> re.Pattern[str]:
+        regex = self.pattern.removeprefix("re:")
+        return re.compile(regex if regex != self.pattern else rf"\A{translate(self.pattern)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +77,7 @@ def _route(name: str, opaque: str | None, coverage: Coverage, rules: Iterable[Ro
     if opaque is not None:
         return Route(name, GATHER_BROADCAST, f"the target takes it whole: {opaque}")
     for rule in rules:
-        if fnmatchcase(name, rule.pattern):
+        if rule.matches(name):
             return Route(name, rule.transport, f"routes: {rule.pattern}")
     if coverage == "all" or is_ffn_projection(name):
         return Route(name, RESHARD, f"coverage: {coverage}")

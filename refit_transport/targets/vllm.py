@@ -38,10 +38,9 @@ class VllmTarget:
         self._kernel: dict[str, KernelTensors] = {}
         self._opaque: tuple[Opaque, ...] = ()
 
-    @property
-    def private_layers(self) -> tuple[PrivateLayer, ...]:
-        """The layers that don't compute with the loaded parameters themselves; known after `manifest`."""
-        return tuple((self._private or {}).values())
+    def private_layers(self) -> Mapping[str, str]:
+        """See `targets.base.Target`; known after `manifest`."""
+        return {name: layer.reason for name, layer in (self._private or {}).items()}
 
     @property
     def opaque(self) -> tuple[Opaque, ...]:

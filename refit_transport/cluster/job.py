@@ -1,0 +1,169 @@
+"""A whole job on Ray: a Megatron policy, vLLM engines, and the synchronizer between them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from refit_transport.cluster.generation import EngineConfig, GenerationWorker
+from refit_transport.cluster.network import LOOPBACK, PortRange
+from refit_transport.cluster.parallelism import MegatronParallelism
+from refit_transport.cluster.policy import PolicyWorker
+from refit_transport.cluster.synchronizer import RefitSynchronizer
+from refit_transport.cluster.workers import WorkerGroup, collect
+from refit_transport.config.schema import RefitConfig
+from refit_transport.errors import WorkerError
+
+START_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class RefitJob:
+    """The running parts of a job. `engines` has one group per vLLM engine."""
+
+    policy: WorkerGroup
+    engines: tuple[WorkerGroup, ...]
+    synchronizer: RefitSynchronizer
+
+    def release(self) -> None:
+        """Ends every worker."""
+        for group in (self.policy, *self.engines):
+            group.release()
+
+
+@contextlib.contextmanager
+def ray_cluster(*, address: str | None, cpus: int | None = None) -> Iterator[None]:
+    """Joins the Ray cluster at `address`, or starts one on this machine that ends with the block.
+
+    A Ray that this process already joined is used as it is and left running.
+    """
+    if ray.is_initialized():
+        yield
+        return
+    local: dict[str, Any] = {} if address else {"include_dashboard": False, "num_cpus": cpus}
+    # Ray would hide devices from workers that reserve none, and a CPU worker of vLLM must see what the driver sees.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    try:
+        ray.init(address=address or "local", log_to_driver=False, logging_level="ERROR", **local)
+    except (ConnectionError, RuntimeError) as error:
+        raise WorkerError("ray", -1, "start", str(error).strip().splitlines()[0]) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextlib.contextmanager
+def running_job(config: RefitConfig) -> Iterator[RefitJob]:
+    """Starts all workers of a configuration and releases them at the end of the block, whatever happens in it.
+
+    Raises:
+        WorkerError: a worker didn't start; names group, rank and phase.
+    """
+    ports = PortRange(config.cluster.master_port_range_low or 0, config.cluster.master_port_range_high or 0)
+    resources = _rank_resources(config.cluster.ranks)
+    with contextlib.ExitStack() as stack:
+        groups = [
+            _group(stack, name, count, resources)
+            for name, count in (
+                ("policy", config.training_ranks),
+                *((f"engine {i}", config.policy.generation.vllm_cfg.model_ranks) for i in range(config.engines)),
+            )
+        ]
+        host = None if config.cluster.num_nodes > 1 else LOOPBACK
+        pending = [groups[0].build(PolicyWorker, _policy_arguments(config, groups[0], ports, host))]
+        for group in groups[1:]:
+            pending.append(group.build(GenerationWorker, _engine_arguments(config, group, ports, host)))
+        collect(pending, timeout_s=START_TIMEOUT_S)
+        synchronizer = RefitSynchronizer(
+            groups[0], groups[1:], settings=config.refit_settings(), ports=ports, host=host
+        )
+        yield RefitJob(groups[0], tuple(groups[1:]), synchronizer)
+
+
+def _group(stack: contextlib.ExitStack, name: str, count: int, resources: Mapping[str, float]) -> WorkerGroup:
+    # One computing thread per rank: ranks that share cores spin against each other otherwise.
+    environment = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    if "GPU" not in resources:
+        # Compiling a helper takes longer than a small job, and gains nothing on CPU.
+        environment |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    group = WorkerGroup(name, count, resources=resources, environment=environment, timeout_s=START_TIMEOUT_S)
+    stack.callback(group.release)
+    return group
+
+
+def _rank_resources(ranks: int) -> dict[str, float]:
+    """A GPU per rank where the cluster has any; else an equal share of the CPUs, so that any machine can run any job."""
+    total = ray.cluster_resources()
+    if total.get("GPU", 0) > 0:
+        return {"GPU": 1.0, "CPU": 1.0}
+    share = min(1.0, total.get("CPU", 1.0) / ranks)
+    return {"CPU": int(share * 1000) / 1000}
+
+
+def _policy_arguments(
+    config: RefitConfig, group: WorkerGroup, ports: PortRange, host: str | None
+) -> list[dict[str, Any]]:
+    megatron = config.policy.megatron_cfg
+    address, port = group.address(ports, host=host)
+    common = {
+        "world_size": group.count,
+        "init_method": f"tcp://{address}:{port}",
+        "checkpoint": str(Path(config.policy.model_name).resolve()),
+        "parallelism": MegatronParallelism(
+            tensor=megatron.tensor_model_parallel_size,
+            pipeline=megatron.pipeline_model_parallel_size,
+            virtual_pipeline=megatron.virtual_pipeline_model_parallel_size or 1,
+            expert=megatron.expert_model_parallel_size,
+            expert_tensor=megatron.expert_tensor_parallel_size or 0,
+            sequence_parallel=megatron.sequence_parallel,
+            first_stage_layers=megatron.num_layers_in_first_pipeline_stage or 0,
+            last_stage_layers=megatron.num_layers_in_last_pipeline_stage or 0,
+        ),
+        "precision": config.policy.precision,
+        "learning_rate": megatron.optimizer.lr,
+        "make_vocab_size_divisible_by": megatron.make_vocab_size_divisible_by,
+        "timeout_s": config.settings.timeout_s,
+    }
+    return [{"rank": rank, **common} for rank in range(group.count)]
+
+
+def _engine_arguments(
+    config: RefitConfig, group: WorkerGroup, ports: PortRange, host: str | None
+) -> list[dict[str, Any]]:
+    vllm = config.policy.generation.vllm_cfg
+    address, port = group.address(ports, host=host)
+    engine = EngineConfig(
+        model=str(Path(config.policy.model_name).resolve()),
+        dtype=config.vllm_precision,
+        tensor_parallel=vllm.tensor_parallel_size,
+        pipeline_parallel=vllm.pipeline_parallel_size,
+        expert_parallel=vllm.expert_parallel_size > 1,
+        max_model_len=vllm.max_model_len,
+        load_format=vllm.load_format,
+        enforce_eager=vllm.enforce_eager,
+        gpu_memory_utilization=vllm.gpu_memory_utilization,
+    )
+    common = {"world_size": group.count, "host": address, "port": port, "config": engine}
+    return [{"rank": rank, **common} for rank in range(group.count)]
+
+
+def agreed(groups: Sequence[WorkerGroup], method: str, *args: Any, timeout_s: float) -> Any:
+    """Calls a method on every rank of the groups; returns their common answer.
+
+    Raises:
+        WorkerError: two ranks gave different answers.
+    """
+    answers = collect([group.start(method, *args) for group in groups], timeout_s=timeout_s)
+    first = answers[0][0]
+    for group, found in zip(groups, answers, strict=True):
+        for rank, answer in found.items():
+            if answer != first:
+                raise WorkerError(group.name, rank, method, f"answers {answer}, rank 0 of {groups[0].name} {first}")
+    return first

@@ -1,0 +1,144 @@
+"""The main job: train, refit, compare what both sides compute, again and again."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from refit_transport.cluster.job import RefitJob, agreed, ray_cluster, running_job
+from refit_transport.cluster.workers import collect
+from refit_transport.config.schema import RefitConfig, TinyModel
+from refit_transport.errors import ParityError
+from refit_transport.report import RefitReport
+
+CALL_TIMEOUT_S = 300.0
+_MARKER = "made-by-refit-transport"
+
+
+@dataclass(frozen=True, slots=True)
+class RefitRound:
+    """One round: steps of training, a refit, and the comparison.
+
+    `loss` is the last step's. `largest_difference` is that of log-probabilities (natural logarithm) of the same tokens
+    between trainer and samplers; `largest_change` that of the samplers' between this version and the one before.
+    """
+
+    version: int
+    loss: float
+    largest_difference: float
+    largest_change: float
+    report: RefitReport
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain value for the report file."""
+        return {**asdict(self), "report": self.report.to_json()}
+
+
+Announce = Callable[[str], None]
+
+
+def run_rounds(config: RefitConfig, *, ray_address: str | None, announce: Announce) -> Iterator[RefitRound]:
+    """Runs the configured number of rounds and yields each when it is done.
+
+    Args:
+        config: the job.
+        ray_address: a running Ray cluster's address; None starts one on this machine.
+        announce: called with what comes next, in a few words.
+
+    Raises:
+        WorkerError: a worker failed; everything is released first.
+        ParityError: trainer and samplers disagree after a refit, or a refit changed nothing.
+    """
+    if config.refit_run.tiny_model is not None:
+        announce("making a tiny model")
+        make_tiny_model(Path(config.policy.model_name), config.refit_run.tiny_model)
+    announce("starting Ray")
+    with ray_cluster(address=ray_address), _started(config, announce) as job:
+        before = agreed(job.engines, "logprobs", config.refit_run.prompts, timeout_s=CALL_TIMEOUT_S)
+        for version in range(1, config.refit_run.refits + 1):
+            finished = _round(config, job, version, before, announce)
+            before = finished[1]
+            yield finished[0]
+
+
+@contextmanager
+def _started(config: RefitConfig, announce: Announce) -> Iterator[RefitJob]:
+    announce(f"starting {config.training_ranks} training and {config.generation_ranks} generation workers")
+    with running_job(config) as job:
+        announce("planning the refit")
+        job.synchronizer.prepare()
+        yield job
+
+
+def _round(
+    config: RefitConfig, job: RefitJob, version: int, before: list[list[float]], announce: Announce
+) -> tuple[RefitRound, list[list[float]]]:
+    run = config.refit_run
+    loss = 0.0
+    for step in range(run.steps_per_refit):
+        announce(f"version {version}: training step {step + 1} of {run.steps_per_refit}")
+        batch = token_batch(config, (version - 1) * run.steps_per_refit + step)
+        loss = agreed((job.policy,), "train_step", batch, timeout_s=CALL_TIMEOUT_S)
+    announce(f"version {version}: refit")
+    report = job.synchronizer.sync(version)
+    announce(f"version {version}: comparing log-probabilities")
+    trained, served = _logprobs(job, run.prompts)
+    finished = RefitRound(version, loss, _distance(trained, served), _distance(before, served), report)
+    if not finished.largest_difference <= run.logprob_tolerance:
+        raise ParityError(version, finished.largest_difference, run.logprob_tolerance, "differ from the trainer's by")
+    if finished.largest_change <= run.logprob_tolerance:
+        raise ParityError(version, finished.largest_change, run.logprob_tolerance, "moved since the last version by")
+    return finished, served
+
+
+def _logprobs(job: RefitJob, prompts: Any) -> tuple[list[list[float]], list[list[float]]]:
+    policy = job.policy.start("logprobs", prompts)
+    [trained] = collect([policy], timeout_s=CALL_TIMEOUT_S)
+    return trained[0], agreed(job.engines, "logprobs", prompts, timeout_s=CALL_TIMEOUT_S)
+
+
+def _distance(a: list[list[float]], b: list[list[float]]) -> float:
+    return max(abs(x - y) for left, right in zip(a, b, strict=True) for x, y in zip(left, right, strict=True))
+
+
+def token_batch(config: RefitConfig, step: int) -> list[list[int]]:
+    """A global batch that a model can learn: arithmetic progressions of token ids with random start and stride."""
+    run = config.refit_run
+    dice = random.Random(f"{run.seed}/{step}")
+    vocab = _vocab(config)
+    rows = []
+    for _ in range(run.batch_size):
+        start, stride = dice.randrange(vocab), dice.randrange(1, 8)
+        rows.append([(start + stride * place) % vocab for place in range(run.sequence_length)])
+    return rows
+
+
+def _vocab(config: RefitConfig) -> int:
+    import json
+
+    return int(json.loads((Path(config.policy.model_name) / "config.json").read_text())["vocab_size"])
+
+
+def make_tiny_model(folder: Path, wanted: TinyModel) -> None:
+    """Writes the tiny model that a configuration asks for.
+
+    Raises:
+        ConfigError: the folder holds something that wasn't made here.
+    """
+    from refit_transport.errors import ConfigError, Violation
+    from refit_transport.testing.models import save_tiny_model
+
+    marker = folder / _MARKER
+    if folder.exists() and any(folder.iterdir()) and not marker.exists():
+        reason = "holds files that weren't made by refit_run.tiny_model, and they are not overwritten"
+        remedy = "name another folder, or remove refit_run.tiny_model to use the model that is there"
+        raise ConfigError("refit_run", (Violation("policy.model_name", str(folder), reason, remedy),))
+    if folder.exists():
+        shutil.rmtree(folder)
+    save_tiny_model(folder, kind=wanted.kind, seed=wanted.seed, **wanted.hf_config())
+    marker.touch()
