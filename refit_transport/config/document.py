@@ -41,6 +41,15 @@ class Document:
     origins: Mapping[str, str]
     references: Mapping[str, str]
 
+    def root_of(self, path: str) -> str:
+        """The key whose value a key takes over in the end; itself if it goes in a circle."""
+        passed = [path]
+        while (target := self.references.get(passed[-1])) is not None:
+            if target in passed:
+                return path
+            passed.append(target)
+        return passed[-1]
+
     def with_origin(self, violation: Violation) -> Violation:
         """Says where the value comes from, if it isn't the file that was asked for."""
         origin = self.origins.get(violation.path, self.source)

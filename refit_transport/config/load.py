@@ -43,8 +43,8 @@ def config_from(
 def _checked(document: Document, resolve_transport: TransportLookup) -> RefitConfig:
     ours, unknown = split_foreign(document.values)
     found = [problem for problem in document.problems if _holds(ours, problem.path)]
-    found += [finding.violation for finding in unknown]
     doubtful = {violation.path for violation in found} | {path for finding in unknown for path in finding.suspects}
+    found += [finding.violation for finding in unknown]
     try:
         config = RefitConfig.model_validate(ours)
     except ValidationError as error:
@@ -55,7 +55,7 @@ def _checked(document: Document, resolve_transport: TransportLookup) -> RefitCon
     job = job_of(config, resolve_transport=resolve_transport)
     found += broken_rules(job, doubtful=frozenset(doubtful))
     told = {violation.path for violation in found}
-    found = [violation for violation in found if document.references.get(violation.path) not in told]
+    found = [violation for violation in found if document.root_of(violation.path) not in told - {violation.path}]
     if found:
         raise ConfigError(document.source, tuple(map(document.with_origin, found)))
     config._document = document.values
@@ -95,6 +95,8 @@ def _replace(ours: dict[str, Any], where: KeyPath) -> None:
     names = [str(key) for key in itertools.takewhile(lambda key: isinstance(key, str), where)]
     section = ours
     for name in names[:-1]:
+        if section.get(name) is None:
+            section[name] = {}
         section = section[name]
     section.pop(names[-1], None)
     if (placeholder := PLACEHOLDERS.get(".".join(names))) is not None:

@@ -25,34 +25,61 @@ class Rule:
     reads: tuple[str, ...]
 
 
-_RANKS = (CLUSTER, COLOCATED)
+def _keys(section: str, names: str) -> tuple[str, ...]:
+    return tuple(f"{section}.{name}" for name in names.split())
+
+
+_RANKS = (f"{CLUSTER}.gpus_per_node", f"{CLUSTER}.num_nodes", COLOCATED)
 _SHAPE = (MODEL, "refit_run.tiny_model")
+_TRANSPORT = f"{GENERATION}.refit_transport"
+_TRAINS, _GENERATES = f"{MEGATRON}.enabled", f"{GENERATION}.backend"
+_TENSOR, _PIPELINE = _keys(MEGATRON, "tensor_model_parallel_size pipeline_model_parallel_size")
+_EXPERT = (_TENSOR, *_keys(MEGATRON, "expert_model_parallel_size expert_tensor_parallel_size"))
+_CONTEXT, _SEQUENCE = _keys(MEGATRON, "context_parallel_size sequence_parallel")
+_STAGES = _keys(
+    MEGATRON,
+    "virtual_pipeline_model_parallel_size num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage",
+)
+_VLLM_TENSOR, _VLLM_PIPELINE, _VLLM_EXPERT = _keys(
+    VLLM, "tensor_parallel_size pipeline_parallel_size expert_parallel_size"
+)
+
+
+def _of_both(names: str) -> tuple[str, ...]:
+    return (*_keys(f"{REFIT_CFG}.nccl_reshard", names), *_keys(f"{REFIT_CFG}.gather_broadcast", names))
+
 
 RULES: tuple[Rule, ...] = (
-    Rule(rules_run.not_colocated, reads=(COLOCATED,)),
-    Rule(rules_run.vllm_generates, reads=(f"{GENERATION}.backend",)),
-    Rule(rules_run.megatron_trains, reads=(f"{MEGATRON}.enabled",)),
+    Rule(rules_run.not_colocated, reads=(f"{COLOCATED}.enabled",)),
+    Rule(rules_run.vllm_generates, reads=(_GENERATES,)),
+    Rule(rules_run.megatron_trains, reads=(_TRAINS,)),
     Rule(rules_run.engine_is_synchronous, reads=(f"{VLLM}.async_engine",)),
-    Rule(rules_run.transport_is_known, reads=(f"{GENERATION}.refit_transport",)),
+    Rule(rules_run.transport_is_known, reads=(_TRANSPORT,)),
     Rule(rules_run.model_is_readable, reads=_SHAPE),
     Rule(rules_run.tiny_model_is_consistent, reads=("refit_run.tiny_model",)),
-    Rule(rules_run.fabric_runs_here, reads=(f"{GENERATION}.refit_transport", REFIT_CFG)),
-    Rule(rules_run.commit_is_available, reads=(REFIT_CFG,)),
+    Rule(rules_run.fabric_runs_here, reads=(_TRANSPORT, *_of_both("fabric"))),
+    Rule(rules_run.commit_is_available, reads=_of_both("commit")),
     Rule(rules_run.vllm_precision_is_plain, reads=(f"{VLLM}.precision",)),
-    Rule(rules_run.buffers_nest, reads=(REFIT_CFG,)),
-    Rule(rules_run.domains_name_every_rank_once, reads=(*_RANKS, REFIT_CFG, f"{GENERATION}.refit_transport")),
-    Rule(rules_run.ports_are_a_range, reads=(CLUSTER,)),
+    Rule(rules_run.buffers_nest, reads=_of_both("staging_bytes bucket_bytes chunk_bytes")),
+    Rule(rules_run.domains_name_every_rank_once, reads=(*_RANKS, _TRANSPORT, *_of_both("topology"))),
+    Rule(rules_run.ports_are_a_range, reads=_keys(CLUSTER, "master_port_range_low master_port_range_high")),
     Rule(rules_run.prompts_fit_the_model, reads=("refit_run.prompts", f"{VLLM}.max_model_len", *_SHAPE)),
-    Rule(rules_run.sequence_divides, reads=(MEGATRON, "refit_run.sequence_length")),
+    Rule(
+        rules_run.sequence_divides,
+        reads=(_TRAINS, _TENSOR, _CONTEXT, _SEQUENCE, "refit_run.sequence_length"),
+    ),
     Rule(rules_parallel.generation_has_resources, reads=_RANKS),
-    Rule(rules_parallel.training_ranks_divide, reads=(*_RANKS, MEGATRON)),
-    Rule(rules_parallel.generation_ranks_divide, reads=(*_RANKS, VLLM)),
-    Rule(rules_parallel.sequence_parallel_fits, reads=(MEGATRON, *_SHAPE)),
-    Rule(rules_parallel.training_cuts_tensors_evenly, reads=(MEGATRON, *_SHAPE)),
-    Rule(rules_parallel.training_cuts_experts_evenly, reads=(MEGATRON, *_SHAPE)),
-    Rule(rules_parallel.training_cuts_layers_evenly, reads=(MEGATRON, *_SHAPE)),
-    Rule(rules_parallel.generation_cuts_tensors_evenly, reads=(VLLM, *_SHAPE)),
-    Rule(rules_parallel.generation_cuts_layers, reads=(VLLM, *_SHAPE)),
+    Rule(rules_parallel.training_ranks_divide, reads=(*_RANKS, _TRAINS, *_EXPERT, _PIPELINE, _CONTEXT)),
+    Rule(
+        rules_parallel.generation_ranks_divide,
+        reads=(*_RANKS, _GENERATES, _VLLM_TENSOR, _VLLM_PIPELINE, _VLLM_EXPERT),
+    ),
+    Rule(rules_parallel.sequence_parallel_fits, reads=(_TRAINS, _TENSOR, _SEQUENCE, *_SHAPE)),
+    Rule(rules_parallel.training_cuts_tensors_evenly, reads=(_TRAINS, _TENSOR, *_SHAPE)),
+    Rule(rules_parallel.training_cuts_experts_evenly, reads=(_TRAINS, *_EXPERT, *_SHAPE)),
+    Rule(rules_parallel.training_cuts_layers_evenly, reads=(_TRAINS, _PIPELINE, *_STAGES, *_SHAPE)),
+    Rule(rules_parallel.generation_cuts_tensors_evenly, reads=(_GENERATES, _VLLM_TENSOR, _VLLM_EXPERT, *_SHAPE)),
+    Rule(rules_parallel.generation_cuts_layers, reads=(_GENERATES, _VLLM_PIPELINE, *_SHAPE)),
 )
 
 

@@ -90,10 +90,10 @@ def commit_is_available(job: Job) -> Iterator[Violation]:
 
 def vllm_precision_is_plain(job: Job) -> Iterator[Violation]:
     """Encodings with scales have no pieces yet."""
-    if job.config.vllm_precision not in ("float32", "bfloat16"):
+    precision = job.config.policy.generation.vllm_cfg.precision
+    if precision not in (None, "auto", "float32", "bfloat16"):
         reason = "must be float32, bfloat16 or auto: other encodings of the served weights are not available yet"
-        value = shown(job.config.policy.generation.vllm_cfg.precision)
-        yield Violation(f"{VLLM}.precision", value, reason, "set it to ${policy.precision}")
+        yield Violation(f"{VLLM}.precision", shown(precision), reason, "set it to ${policy.precision}")
 
 
 def buffers_nest(job: Job) -> Iterator[Violation]:

@@ -1,0 +1,509 @@
+"""Each rule and each limit of the schema: one change, exactly one violation, with its path, reason and remedy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from refit_transport.config import facts
+from refit_transport.config.facts import job_of
+from refit_transport.config.keys import section_of, sections
+from refit_transport.config.rules import RULES, Rule
+from refit_transport.config.schema import RefitConfig
+from refit_transport.config.translate import PLACEHOLDERS
+from refit_transport.errors import Violation
+
+M = "policy.megatron_cfg"
+G = "policy.generation"
+V = f"{G}.vllm_cfg"
+R = f"{G}.colocated.resources"
+N = f"{G}.refit_cfg.nccl_reshard"
+REMOVED = "<removed>"
+
+DENSE_RANKS = {f"{M}.expert_model_parallel_size": 1}
+
+
+def case(name: str, changes: Mapping[str, Any], path: str, reason: str, remedy: str = "") -> Any:
+    return pytest.param(changes, path, reason, remedy, id=name)
+
+
+CASES = [
+    # Required keys.
+    case("no model", {"policy.model_name": REMOVED}, "policy.model_name", "must be set", "checkpoint folder"),
+    case("no precision", {"policy.precision": REMOVED}, "policy.precision", "must be set", "float32 or bfloat16"),
+    case("no cluster", {"cluster": REMOVED}, "cluster", "must be set", "gpus_per_node"),
+    case("no ranks", {"cluster.gpus_per_node": REMOVED}, "cluster.gpus_per_node", "must be set", "ranks of one node"),
+    case("no megatron", {M: REMOVED}, M, "must be set", "enabled: true"),
+    case("null megatron", {M: None}, f"{M}.enabled", "must be set", "true"),
+    case("no generation", {G: REMOVED}, G, "must be set", "backend"),
+    case("no colocated", {f"{G}.colocated": REMOVED}, f"{G}.colocated", "must be set", "enabled: false"),
+    # One key alone.
+    case("precision", {"policy.precision": "float16"}, "policy.precision", "float32 or bfloat16", "'bfloat16'"),
+    case("tp zero", {f"{M}.tensor_model_parallel_size": 0}, f"{M}.tensor_model_parallel_size", "at least 1"),
+    case("tp flag", {f"{M}.tensor_model_parallel_size": True}, f"{M}.tensor_model_parallel_size", "not true or false"),
+    case("tp half", {f"{M}.tensor_model_parallel_size": 1.5}, f"{M}.tensor_model_parallel_size", "whole number"),
+    case("tp text", {f"{M}.tensor_model_parallel_size": "two"}, f"{M}.tensor_model_parallel_size", "whole number"),
+    case("flag text", {f"{M}.sequence_parallel": "maybe"}, f"{M}.sequence_parallel", "true or false"),
+    case("section text", {f"{G}.vllm_cfg": "fast"}, f"{G}.vllm_cfg", "section of keys"),
+    case("number as model", {"policy.model_name": 3}, "policy.model_name", "must be text", "quotes"),
+    case("lr", {f"{M}.optimizer.lr": 0}, f"{M}.optimizer.lr", "more than 0"),
+    case("lr nan", {f"{M}.optimizer.lr": float("nan")}, f"{M}.optimizer.lr", "finite number"),
+    case("memory", {f"{V}.gpu_memory_utilization": 1.5}, f"{V}.gpu_memory_utilization", "at most 1"),
+    case("load format", {f"{V}.load_format": "dumy"}, f"{V}.load_format", "auto or dummy", "'dummy'"),
+    case("fabric", {f"{N}.fabric": "glo"}, f"{N}.fabric", "auto or loopback or gloo", "'gloo'"),
+    case("coverage", {f"{N}.coverage": "most"}, f"{N}.coverage", "ffn or all"),
+    case("verify", {f"{N}.verify": "fully"}, f"{N}.verify", "off or sample or full", "'full'"),
+    case("timeout", {f"{N}.timeout_s": 0}, f"{N}.timeout_s", "more than 0"),
+    case("staging text", {f"{N}.staging_bytes": "lots"}, f"{N}.staging_bytes", "size in bytes", "64MiB"),
+    case("staging unit", {f"{N}.staging_bytes": "3 parsecs"}, f"{N}.staging_bytes", "size in bytes", "64MiB"),
+    case("staging small", {f"{N}.staging_bytes": 3}, f"{N}.staging_bytes", "at least 1024"),
+    case("domains word", {f"{N}.topology.domains": "host"}, f"{N}.topology.domains", "auto, single, per_role"),
+    case("domains flat", {f"{N}.topology.domains": [0, 1]}, f"{N}.topology.domains", "lists of refit ranks"),
+    case(
+        "route",
+        {f"{N}.routes": [{"pattern": "re:(", "transport": "nccl_reshard"}]},
+        f"{N}.routes[0].pattern",
+        "regular",
+    ),
+    case(
+        "route transport",
+        {f"{N}.routes": [{"pattern": "*", "transport": "nixl"}]},
+        f"{N}.routes[0].transport",
+        "nccl_reshard or gather_broadcast",
+    ),
+    case("route key", {f"{N}.routes": [{"pattern": "*"}]}, f"{N}.routes[0].transport", "must be set"),
+    case(
+        "port",
+        {"cluster.master_port_range_low": 0, "cluster.master_port_range_high": 9},
+        "cluster.master_port_range_low",
+        "at least 1",
+    ),
+    case("prompt short", {"refit_run.prompts": [[1, 2], [1]]}, "refit_run.prompts[1]", "too short"),
+    # What this version does not run.
+    case("colocated", {f"{G}.colocated.enabled": True}, f"{G}.colocated.enabled", "must be false", "resources"),
+    case("backend", {f"{G}.backend": "sglang"}, f"{G}.backend", "must be vllm", "set it to vllm"),
+    case("dtensor", {f"{M}.enabled": False}, f"{M}.enabled", "Megatron is the only training backend", "set it to true"),
+    case("async", {f"{V}.async_engine": True}, f"{V}.async_engine", "not available yet", "false"),
+    case(
+        "transport", {f"{G}.refit_transport": "nccl_rshard"}, f"{G}.refit_transport", "unknown", "mean 'nccl_reshard'"
+    ),
+    case("staged", {f"{N}.commit": "staged"}, f"{N}.commit", "not available yet", "in_place"),
+    case("fp8", {f"{V}.precision": "fp8"}, f"{V}.precision", "not available yet", "${policy.precision}"),
+    # The world outside.
+    case("no folder", {"policy.model_name": "no/such/folder"}, "policy.model_name", "is no folder", "download"),
+    # Buffers, topology, ports, the run.
+    case("bucket", {f"{N}.bucket_bytes": "32MiB"}, f"{N}.bucket_bytes", "at most staging_bytes = 16777216", "lower"),
+    case(
+        "chunk",
+        {f"{G}.refit_cfg.gather_broadcast": {"chunk_bytes": "2MiB", "bucket_bytes": "1MiB"}},
+        f"{G}.refit_cfg.gather_broadcast.chunk_bytes",
+        "at most bucket_bytes = 1048576",
+        "lower",
+    ),
+    case(
+        "twice",
+        {f"{N}.topology.domains": [[0, 1, 2, 3, 4], [4, 5, 6, 7]]},
+        f"{N}.topology.domains",
+        "repeats 4",
+        "0 to 3 train",
+    ),
+    case(
+        "missing rank",
+        {f"{N}.topology.domains": [[0, 1, 2, 3], [5, 6]]},
+        f"{N}.topology.domains",
+        "misses 4, 7",
+        "4 to 7 gen",
+    ),
+    case(
+        "no such rank",
+        {f"{N}.topology.domains": [[0, 1, 2, 3], [4, 5, 6, 7, 8]]},
+        f"{N}.topology.domains",
+        "don't exist: 8",
+        "0 to 3",
+    ),
+    case(
+        "empty domain", {f"{N}.topology.domains": [[*range(8)], []]}, f"{N}.topology.domains", "empty domain", "remove"
+    ),
+    case(
+        "half range", {"cluster.master_port_range_low": 4000}, "cluster.master_port_range_high", "must be set", "both"
+    ),
+    case(
+        "ports",
+        {"cluster.master_port_range_low": 9, "cluster.master_port_range_high": 8},
+        "cluster.master_port_range_low",
+        "at most",
+        "swap",
+    ),
+    case("prompt token", {"refit_run.prompts": [[1, 256]]}, "refit_run.prompts[0]", "vocabulary of 256", "0 to 255"),
+    case("prompt long", {"refit_run.prompts": [[1] * 64]}, "refit_run.prompts[0]", "shorter than", "shorten"),
+    case("sequence", {"refit_run.sequence_length": 33}, "refit_run.sequence_length", "multiple of 2", "multiple of 2"),
+    case(
+        "tiny kv",
+        {"refit_run.tiny_model": {"kind": "moe", "num_attention_heads": 6, "num_key_value_heads": 4}},
+        "refit_run.tiny_model.num_key_value_heads",
+        "divide",
+        "divisor",
+    ),
+    case(
+        "tiny topk",
+        {"refit_run.tiny_model": {"kind": "moe", "num_experts_per_tok": 9}},
+        "refit_run.tiny_model.num_experts_per_tok",
+        "at most",
+        "lower",
+    ),
+    case(
+        "tiny kind", {"refit_run.tiny_model": {"seed": 1}}, "refit_run.tiny_model.kind", "must be set", "dense or moe"
+    ),
+    # Ranks.
+    case("no resources", {R: REMOVED}, f"{R}.gpus_per_node", "must be set", "generation ranks"),
+    case(
+        "all generate",
+        {f"{R}.gpus_per_node": 8},
+        f"{R}.gpus_per_node",
+        "less than cluster.gpus_per_node = 8",
+        "above 8",
+    ),
+    case("nodes", {f"{R}.num_nodes": 2}, f"{R}.num_nodes", "null or 1", "remove"),
+    case(
+        "nodes unset",
+        {"cluster.num_nodes": 2, f"{R}.gpus_per_node": 8},
+        f"{R}.num_nodes",
+        "must be set",
+        "generation nodes",
+    ),
+    case(
+        "part of nodes",
+        {"cluster.num_nodes": 2, f"{R}.num_nodes": 1},
+        f"{R}.gpus_per_node",
+        "must be cluster.gpus_per_node = 8",
+        "8",
+    ),
+    case(
+        "all nodes",
+        {"cluster.num_nodes": 2, f"{R}.num_nodes": 2, f"{R}.gpus_per_node": 8},
+        f"{R}.num_nodes",
+        "less than cluster.num_nodes",
+        "lower",
+    ),
+    case("training ranks", {f"{M}.context_parallel_size": 4}, M, "must divide the 4 training ranks", "change"),
+    case(
+        "expert ranks",
+        {f"{M}.expert_model_parallel_size": 8},
+        f"{M}.expert_model_parallel_size",
+        "divide the 4 training ranks",
+        "change",
+    ),
+    case(
+        "default etp",
+        {f"{M}.expert_model_parallel_size": 4, f"{M}.expert_tensor_parallel_size": None},
+        f"{M}.expert_model_parallel_size",
+        "divide the 4",
+        "change",
+    ),
+    case("generation ranks", {f"{V}.pipeline_parallel_size": 4}, V, "must divide the 4 generation ranks", "resources"),
+    case(
+        "vllm ep odd",
+        {f"{V}.expert_parallel_size": 3},
+        f"{V}.expert_parallel_size",
+        "multiple of tensor_parallel_size = 2",
+        "2",
+    ),
+    case(
+        "vllm ep large", {f"{V}.expert_parallel_size": 8}, f"{V}.expert_parallel_size", "divide the 4 generation", "2"
+    ),
+    # Sizes of the model.
+    case(
+        "sp alone",
+        {f"{M}.tensor_model_parallel_size": 1},
+        f"{M}.sequence_parallel",
+        "needs tensor_model_parallel_size",
+        "false",
+    ),
+    case("moe without sp", {f"{M}.sequence_parallel": False}, f"{M}.sequence_parallel", "must be true", "true"),
+    case(
+        "etp",
+        {f"{M}.expert_tensor_parallel_size": 5, "cluster.gpus_per_node": 14},
+        f"{M}.expert_tensor_parallel_size",
+        "experts' width 96",
+        "divisor",
+    ),
+    case(
+        "layers",
+        {f"{M}.pipeline_model_parallel_size": 3, "cluster.gpus_per_node": 10},
+        f"{M}.pipeline_model_parallel_size",
+        "4 layers",
+        "divisor",
+    ),
+    case(
+        "vpp alone",
+        {f"{M}.virtual_pipeline_model_parallel_size": 2},
+        f"{M}.virtual_pipeline_model_parallel_size",
+        "needs pipeline",
+        "remove",
+    ),
+    case(
+        "first alone",
+        {f"{M}.num_layers_in_first_pipeline_stage": 2},
+        f"{M}.num_layers_in_first_pipeline_stage",
+        "needs pipeline",
+        "remove",
+    ),
+    case(
+        "vpp",
+        {f"{M}.pipeline_model_parallel_size": 2, f"{M}.virtual_pipeline_model_parallel_size": 3},
+        f"{M}.virtual_pipeline_model_parallel_size",
+        "2 layers of a stage",
+        "divisor",
+    ),
+    case(
+        "first and last",
+        {
+            f"{M}.pipeline_model_parallel_size": 2,
+            f"{M}.num_layers_in_first_pipeline_stage": 1,
+            f"{M}.num_layers_in_last_pipeline_stage": 2,
+        },
+        f"{M}.pipeline_model_parallel_size",
+        "layers without a stage",
+        "num_layers_in_first",
+    ),
+    case(
+        "first too large",
+        {f"{M}.pipeline_model_parallel_size": 2, f"{M}.num_layers_in_first_pipeline_stage": 4},
+        f"{M}.pipeline_model_parallel_size",
+        "stages without layers",
+        "num_layers_in_first",
+    ),
+    case(
+        "vllm stages",
+        {f"{V}.pipeline_parallel_size": 5, f"{R}.gpus_per_node": 10, "cluster.gpus_per_node": 14},
+        f"{V}.pipeline_parallel_size",
+        "at most the model's 4 layers",
+        "lower",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "path", "reason", "remedy"), CASES)
+def test_one_problem_is_one_violation(violations: Any, changes: Any, path: str, reason: str, remedy: str) -> None:
+    found = violations(changes)
+    assert [violation.path for violation in found] == [path]
+    assert reason in found[0].reason
+    assert remedy in found[0].remedy
+
+
+def test_the_unchanged_document_is_fine(violations: Any) -> None:
+    assert violations({}) == ()
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "path", "reason"),
+    [
+        (
+            {"num_attention_heads": 9, "num_key_value_heads": 1},
+            {f"{V}.tensor_parallel_size": 1},
+            f"{M}.tensor_model_parallel_size",
+            "9 attention heads",
+        ),
+        (
+            {"num_attention_heads": 9, "num_key_value_heads": 1},
+            {f"{M}.tensor_model_parallel_size": 1, f"{M}.sequence_parallel": False},
+            f"{V}.tensor_parallel_size",
+            "9 attention heads",
+        ),
+        (
+            {"num_key_value_heads": 3},
+            {f"{V}.tensor_parallel_size": 1},
+            f"{M}.tensor_model_parallel_size",
+            "3 key-value heads",
+        ),
+        (
+            {"num_key_value_heads": 3},
+            {f"{M}.tensor_model_parallel_size": 1, f"{M}.sequence_parallel": False},
+            f"{V}.tensor_parallel_size",
+            "3 key-value heads",
+        ),
+        (
+            {"intermediate_size": 127},
+            {f"{V}.tensor_parallel_size": 1},
+            f"{M}.tensor_model_parallel_size",
+            "FFN width 127",
+        ),
+        ({"moe_intermediate_size": 95}, {}, f"{V}.tensor_parallel_size", "experts' width 95"),
+        ({"num_experts": 7}, {}, f"{M}.expert_model_parallel_size", "7 experts"),
+        ({"num_experts": 0}, {}, f"{M}.expert_model_parallel_size", "no experts"),
+        (
+            {"num_experts": 0},
+            {**DENSE_RANKS, f"{V}.expert_parallel_size": 2},
+            f"{V}.expert_parallel_size",
+            "no experts",
+        ),
+    ],
+)
+def test_sizes_that_do_not_divide(
+    violations: Any, model_folder: Path, model: Any, changes: Any, path: str, reason: str
+) -> None:
+    config = model_folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | model))
+    found = violations(changes)
+    assert [violation.path for violation in found] == [path]
+    assert reason in found[0].reason
+
+
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [
+        ({"num_key_value_heads": 1}, {}),
+        ({"num_experts": 0}, {**DENSE_RANKS, f"{M}.sequence_parallel": False}),
+        ({"moe_intermediate_size": 95}, {f"{V}.expert_parallel_size": 4}),
+        ({}, {f"{M}.pipeline_model_parallel_size": 2, f"{M}.virtual_pipeline_model_parallel_size": 2}),
+        (
+            {"num_hidden_layers": 5},
+            {f"{M}.pipeline_model_parallel_size": 2, f"{M}.num_layers_in_first_pipeline_stage": 2},
+        ),
+        ({"num_hidden_layers": 5}, {f"{V}.pipeline_parallel_size": 2}),
+        ({}, {f"{G}.refit_transport": "their.module:Class", f"{G}.refit_cfg": {"their.module:Class": {"speed": 3}}}),
+        ({}, {f"{G}.refit_transport": None}),
+        ({}, {f"{G}.refit_cfg": None}),
+        ({}, {"cluster.num_nodes": 2, f"{R}.num_nodes": 1, f"{R}.gpus_per_node": 8}),
+        ({}, {f"{N}.topology.domains": [[7, 0], [1, 2, 3], [4, 5, 6]], f"{N}.staging_bytes": "64MiB"}),
+    ],
+)
+def test_what_looks_odd_but_works(violations: Any, model_folder: Path, model: Any, changes: Any) -> None:
+    config = model_folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | model))
+    assert violations(changes) == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (None, "has no config.json"),
+        ("[1]", "can't be read"),
+        ("{", "can't be read"),
+        ("{}", "without 'num_hidden_layers'"),
+        ('{"num_hidden_layers": "many"}', "can't be read"),
+    ],
+)
+def test_a_model_folder_that_cannot_be_read(violations: Any, model_folder: Path, text: str | None, reason: str) -> None:
+    (model_folder / "config.json").unlink()
+    if text is not None:
+        (model_folder / "config.json").write_text(text)
+    (found,) = violations({})
+    assert found.path == "policy.model_name"
+    assert reason in found.reason
+
+
+@pytest.mark.parametrize(("fabric", "cuda", "reason"), [("nccl", False, "CUDA"), ("nccl_m2n", True, "nccl-extensions")])
+def test_a_fabric_whose_packages_are_missing(
+    violations: Any, monkeypatch: pytest.MonkeyPatch, fabric: str, cuda: bool, reason: str
+) -> None:
+    monkeypatch.setattr(facts, "_torch_has_cuda", lambda: cuda)
+    monkeypatch.setattr(facts.importlib.util, "find_spec", lambda name: None)
+    (found,) = violations({f"{N}.fabric": fabric})
+    assert found.path == f"{N}.fabric"
+    assert reason in found.reason
+    assert "gloo" in found.remedy
+    assert violations({f"{N}.fabric": "nccl"} if cuda else {f"{N}.fabric": "auto"}) == ()
+
+
+def test_the_cuda_build_is_read_off_the_installed_torch() -> None:
+    import torch
+
+    assert facts._torch_has_cuda() == (torch.version.cuda is not None)
+
+
+INDEPENDENT = [
+    ("policy.model_name", 3),
+    ("policy.precision", "float8"),
+    (f"{M}.sequence_parallel", "maybe"),
+    (f"{M}.optimizer.lr", -1),
+    (f"{M}.tensor_parallel", 3),
+    (f"{V}.async_engine", True),
+    (f"{V}.gpu_memory_utilization", 0),
+    (f"{V}.precision", "fp8"),
+    (f"{G}.refit_transport", "nccl_rshard"),
+    (f"{N}.commit", "staged"),
+    (f"{N}.coverage", "some"),
+    (f"{N}.timeout", 3),
+    (f"{G}.refit_cfg.gather_broadcast.bucket_bytes", "17MiB"),
+    ("cluster.master_port_range_low", 5000),
+    ("refit_run.refits", 0),
+    ("grpos", {}),
+]
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.sampled_from(INDEPENDENT), unique_by=lambda change: change[0]))
+def test_all_problems_are_told_at_once(violations: Any, changes: list[tuple[str, Any]]) -> None:
+    expected = {path.replace("range_low", "range_high") for path, _ in changes}
+    found = violations(dict(changes))
+    assert len(found) == len(changes)
+    assert {violation.path for violation in found} == expected
+
+
+def test_a_value_taken_over_from_a_wrong_one_is_not_told_twice(violations: Any) -> None:
+    (found,) = violations({"policy.precision": "fp8", f"{V}.precision": "${policy.precision}"})
+    assert found.path == "policy.precision"
+
+
+def test_every_required_key_has_a_placeholder() -> None:
+    required = {
+        f"{path}.{name}".removeprefix(".")
+        for path, model in sections().items()
+        for name, field in model.model_fields.items()
+        if field.is_required()
+    }
+    assert required == set(PLACEHOLDERS)
+
+
+class _Recorder:
+    """Stands in for a section and notes which keys a rule reads, through properties too."""
+
+    def __init__(self, section: Any, path: str, read: set[str]) -> None:
+        self._section, self._path, self._read = section, path, read
+
+    def __getattr__(self, name: str) -> Any:
+        section, path = self._section, f"{self._path}.{name}".removeprefix(".")
+        if name not in type(section).model_fields:
+            attribute = getattr(type(section), name)
+            getter = attribute.fget if isinstance(attribute, property) else getattr(attribute, "func", None)
+            return getter(self) if getter is not None else getattr(section, name)
+        value = getattr(section, name)
+        if section_of(type(value)) is not None:
+            return _Recorder(value, path, self._read)
+        self._read.add(path)
+        return value
+
+    def model_dump(self, *, include: set[str]) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in include}
+
+
+TRICKY: list[Mapping[str, Any]] = [
+    {},
+    {f"{G}.refit_transport": None},
+    {f"{M}.pipeline_model_parallel_size": 2, f"{M}.virtual_pipeline_model_parallel_size": 2},
+    {f"{N}.topology.domains": [[*range(8)]], "refit_run.sequence_length": 64},
+    {"refit_run.tiny_model": {"kind": "moe", "num_hidden_layers": 4}},
+    {f"{V}.expert_parallel_size": 4},
+]
+
+
+@pytest.mark.parametrize("changes", TRICKY)
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.check.__name__)
+def test_rules_read_only_what_they_declare(
+    accept: Callable[[Mapping[str, Any]], RefitConfig], rule: Rule, changes: Mapping[str, Any]
+) -> None:
+    read: set[str] = set()
+    config = accept(changes)
+    job = replace(job_of(config, resolve_transport=lambda _: None), config=_Recorder(config, "", read))  # type: ignore[arg-type]
+    found: list[Violation] = list(rule.check(job))
+    assert found == []
+    undeclared = {path for path in read if not any(path == own or path.startswith(f"{own}.") for own in rule.reads)}
+    assert undeclared == set()

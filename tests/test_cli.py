@@ -1,0 +1,155 @@
+"""The command line: exit codes, JSON, one message on stderr, and how fast it answers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from refit_transport import cli
+from refit_transport.cli import app
+from refit_transport.errors import MissingDependencyError, TransferError
+
+ROOT = Path(__file__).parents[1]
+DEMO = str(ROOT / "configs/demo.yaml")
+
+
+def invoke(*arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    script = "from refit_transport.cli import main; main()"
+    return subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=False)
+
+
+def test_validate_fine() -> None:
+    code, out, err = invoke("validate", DEMO)
+    assert (code, err) == (0, "")
+    assert "nccl_reshard" in out
+    assert "fine" in out
+
+
+def test_validate_json() -> None:
+    code, out, _ = invoke("validate", DEMO, "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["ok"]
+    assert found["summary"]["domains"] == [[0, 1], [2, 3]]
+    assert found["config"]["policy"]["generation"]["refit_cfg"]["nccl_reshard"]["coverage"] == "all"
+
+
+def test_validate_wrong() -> None:
+    code, out, err = invoke("validate", DEMO, "--set", "policy.precision=int8", "--set", "zebra=1")
+    assert (code, out) == (2, "")
+    assert "2 problems" in err
+    assert "policy.precision" in err
+    assert "zebra" in err
+
+
+def test_validate_wrong_json() -> None:
+    code, out, err = invoke("validate", DEMO, "--json", "--set", "policy.precision=flot32")
+    found = json.loads(out)
+    assert code == 2
+    assert not found["ok"]
+    assert found["violations"] == [
+        {
+            "path": "policy.precision",
+            "value": "'flot32', set in --set",
+            "reason": "must be float32 or bfloat16",
+            "remedy": "did you mean 'float32'?",
+        }
+    ]
+    assert "policy.precision" in err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["validate"],
+        ["validate", "no-such-file.yaml"],
+        ["validte"],
+        ["validate", DEMO, "--st", "a=1"],
+        ["validate", DEMO, "--set", "a"],
+    ],
+)
+def test_wrong_usage(arguments: list[str]) -> None:
+    code, out, err = invoke(*arguments)
+    assert (code, out) == (2, "")
+    assert err
+
+
+def test_transports() -> None:
+    code, out, _ = invoke("transports")
+    assert code == 0
+    assert "nccl_reshard" in out
+    code, out, _ = invoke("transports", "--json")
+    listed = json.loads(out)
+    assert listed["default"] == "gather_broadcast"
+    assert [entry["name"] for entry in listed["transports"]] == ["nccl_reshard", "gather_broadcast"]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (TransferError(1, 2, "network", "lm_head.weight", "peer is gone"), 1),
+        (MissingDependencyError("ray", "run", "ray"), 2),
+    ],
+)
+def test_our_errors_are_one_message(monkeypatch: pytest.MonkeyPatch, error: Exception, code: int) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "load", fail)
+    assert invoke("validate", DEMO) == (code, "", f"refit-transport: {error}\n")
+
+
+def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(cli, "load", fail)
+    assert isinstance(CliRunner().invoke(app, ["validate", DEMO]).exception, ZeroDivisionError)
+
+
+def test_a_real_process() -> None:
+    good = run("validate", DEMO)
+    assert (good.returncode, good.stderr) == (0, "")
+    bad = run("validate", DEMO, "--set", "policy.generation.colocated.enabled=true")
+    assert (bad.returncode, bad.stdout) == (2, "")
+    assert "colocated.enabled: must be false" in bad.stderr
+    assert "Traceback" not in bad.stderr
+    assert run("no-such-command").returncode == 2
+
+
+def test_help_answers_at_once() -> None:
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        assert run("--help").returncode == 0
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 2
+
+
+@pytest.mark.parametrize(
+    ("statement", "forbidden"),
+    [
+        (
+            "import refit_transport",
+            ("torch", "vllm", "megatron", "ray", "pydantic", "omegaconf", "yaml", "typer", "numpy"),
+        ),
+        ("import refit_transport.cli", ("torch", "vllm", "megatron", "ray", "pydantic", "omegaconf", "yaml", "numpy")),
+        ("import refit_transport.config.load", ("torch", "vllm", "megatron", "ray", "transformers")),
+    ],
+)
+def test_imports_stay_light(statement: str, forbidden: tuple[str, ...]) -> None:
+    script = f"{statement}; import sys; print([name for name in {forbidden} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
