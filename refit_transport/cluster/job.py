@@ -77,14 +77,12 @@ def running_job(config: RefitConfig) -> Iterator[RefitJob]:
             )
         ]
         host = None if config.cluster.num_nodes > 1 else LOOPBACK
-        pending = [groups[0].build(PolicyWorker, _policy_arguments(config, groups[0], ports, host))]
-        for group in groups[1:]:
-            pending.append(group.build(GenerationWorker, _engine_arguments(config, group, ports, host)))
-        collect(pending, timeout_s=START_TIMEOUT_S)
-        synchronizer = RefitSynchronizer(
-            groups[0], groups[1:], settings=config.refit_settings(), ports=ports, host=host
-        )
-        yield RefitJob(groups[0], tuple(groups[1:]), synchronizer)
+        policy, *engines = groups
+        building = [policy.build(PolicyWorker, _policy_arguments(config, policy, ports, host))]
+        building += [e.build(GenerationWorker, _engine_arguments(config, e, ports, host)) for e in engines]
+        collect(building, timeout_s=START_TIMEOUT_S)
+        synchronizer = RefitSynchronizer(policy, engines, settings=config.refit_settings(), ports=ports, host=host)
+        yield RefitJob(policy, tuple(engines), synchronizer)
 
 
 def _group(stack: contextlib.ExitStack, name: str, count: int, resources: Mapping[str, float]) -> WorkerGroup:
@@ -99,7 +97,7 @@ def _group(stack: contextlib.ExitStack, name: str, count: int, resources: Mappin
 
 
 def _rank_resources(ranks: int) -> dict[str, float]:
-    """A GPU per rank where the cluster has any; else an equal share of the CPUs, so that any machine can run any job."""
+    """A GPU per rank where the cluster has any; else an equal share of the CPUs, however few there are."""
     total = ray.cluster_resources()
     if total.get("GPU", 0) > 0:
         return {"GPU": 1.0, "CPU": 1.0}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 from collections.abc import Callable, Iterator
@@ -112,15 +113,13 @@ def token_batch(config: RefitConfig, step: int) -> list[list[int]]:
     dice = random.Random(f"{run.seed}/{step}")
     vocab = _vocab(config)
     rows = []
-    for _ in range(run.batch_size):
+    for _ in range(run.batch_size * config.data_parallel_size):
         start, stride = dice.randrange(vocab), dice.randrange(1, 8)
-        rows.append([(start + stride * place) % vocab for place in range(run.sequence_length)])
+        rows.append([(start + stride * place) % vocab for place in range(config.sequence_length)])
     return rows
 
 
 def _vocab(config: RefitConfig) -> int:
-    import json
-
     return int(json.loads((Path(config.policy.model_name) / "config.json").read_text())["vocab_size"])
 
 

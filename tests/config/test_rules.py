@@ -57,7 +57,7 @@ CASES = [
     case("lr nan", {f"{M}.optimizer.lr": float("nan")}, f"{M}.optimizer.lr", "finite number"),
     case("memory", {f"{V}.gpu_memory_utilization": 1.5}, f"{V}.gpu_memory_utilization", "at most 1"),
     case("load format", {f"{V}.load_format": "dumy"}, f"{V}.load_format", "auto or dummy", "'dummy'"),
-    case("fabric", {f"{N}.fabric": "glo"}, f"{N}.fabric", "auto or loopback or gloo", "'gloo'"),
+    case("fabric", {f"{N}.fabric": "glo"}, f"{N}.fabric", "auto or gloo", "'gloo'"),
     case("coverage", {f"{N}.coverage": "most"}, f"{N}.coverage", "ffn or all"),
     case("verify", {f"{N}.verify": "fully"}, f"{N}.verify", "off or sample or full", "'full'"),
     case("timeout", {f"{N}.timeout_s": 0}, f"{N}.timeout_s", "more than 0"),
@@ -102,9 +102,9 @@ CASES = [
     case("bucket", {f"{N}.bucket_bytes": "32MiB"}, f"{N}.bucket_bytes", "at most staging_bytes = 16777216", "lower"),
     case(
         "chunk",
-        {f"{G}.refit_cfg.gather_broadcast": {"chunk_bytes": "2MiB", "bucket_bytes": "1MiB"}},
-        f"{G}.refit_cfg.gather_broadcast.chunk_bytes",
-        "at most bucket_bytes = 1048576",
+        {f"{G}.refit_cfg.gather_broadcast": {"bucket_bytes": "2MiB", "staging_bytes": "1MiB"}},
+        f"{G}.refit_cfg.gather_broadcast.bucket_bytes",
+        "at most staging_bytes = 1048576",
         "lower",
     ),
     case(
