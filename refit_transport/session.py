@@ -83,6 +83,8 @@ class RefitSession:
         self._settings = plan.job.settings
         self._summary = plan.summary() if channel.rank == 0 else None
         self._verifier = plan.verifier() if self._settings.verify != "off" else None
+        # Counted in the report of the first refit.
+        self._plan_seconds = 0.0
         self._seconds: dict[str, float] = {}
         self._spent = Spent()
         self._verified = 0
@@ -116,7 +118,7 @@ class RefitSession:
             plan = RefitPlan(job)
             channel.agree("the plan/0", plan.digest(), deadline=deadline)
             session = cls(channel, endpoint, plan, _fabric(channel, job.settings))
-        session._seconds["plan"] = time.perf_counter() - began
+        session._plan_seconds = time.perf_counter() - began
         return session
 
     @property
@@ -127,6 +129,8 @@ class RefitSession:
         """Opens a refit: from here until `finish` the target's weights are not to be used."""
         self._require("idle", "begin")
         self._began = time.perf_counter()
+        self._seconds = {"plan": self._plan_seconds}
+        self._plan_seconds = 0.0
         self._spent, self._verified = Spent(), 0
         with self._guarded("begin"):
             if self._endpoint.target is not None:
@@ -168,7 +172,6 @@ class RefitSession:
                 return None
             deadline = Deadline(self._settings.timeout_s)
             parts = self._channel.collect(f"report/{self.version}", range(self._channel.world_size), deadline=deadline)
-        self._seconds["plan"] = 0.0
         total = time.perf_counter() - self._began
         return RefitReport(self.version, total, self._summary, tuple(RankReport(**part) for part in parts))
 

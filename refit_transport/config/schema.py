@@ -259,7 +259,7 @@ class TinyModel(Section):
     num_hidden_layers: Count = 2
     num_attention_heads: Count = 4
     num_key_value_heads: Count = 2
-    head_dim: Count = 16
+    head_dim: Count = 32
     intermediate_size: Count = 128
     max_position_embeddings: Count = 128
     tie_word_embeddings: bool = False
