@@ -127,6 +127,15 @@ class GenerationWorker:
         """Leaves the refit; the engine goes on with what it serves."""
         self._llm.shutdown_weight_transfer_engine()
 
+    def shutdown(self) -> None:
+        """Ends the engine and its process groups; the process may build another one afterwards."""
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        self._fenced = "it was shut down"
+        self._llm.llm_engine.engine_core.shutdown()
+        del self._llm
+        cleanup_dist_env_and_memory()
+
     def _require_open(self, call: str) -> None:
         if self._fenced:
             reason = f"fenced: {self._fenced}; it serves again after a complete refit"

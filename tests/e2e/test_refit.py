@@ -1,0 +1,91 @@
+"""Real Megatron into real vLLM, bit for bit, for layouts that cross every awkward border."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from refit_jobs import Case, RunningCase, expected_parameters
+
+from refit_transport.cluster.parallelism import MegatronParallelism as Cut
+from refit_transport.testing.models import save_tiny_model
+
+pytestmark = pytest.mark.e2e
+
+TWO_LAYERS = {"num_hidden_layers": 2}
+FOUR_LAYERS = {"num_hidden_layers": 4}
+MOE_CUT = Cut(tensor=2, expert=2, expert_tensor=1, sequence_parallel=True)
+CASES = {
+    "dense TP2 -> TP1": Case("dense", Cut(tensor=2), model=TWO_LAYERS),
+    "dense PP2 VPP2 -> TP2": Case("dense", Cut(pipeline=2, virtual_pipeline=2), tensor=2, model=FOUR_LAYERS),
+    "tied PP2 -> TP1": Case("dense", Cut(pipeline=2), model={**TWO_LAYERS, "tie_word_embeddings": True}),
+    "MoE TP2 EP2 ETP1 -> TP2": Case("moe", MOE_CUT, tensor=2, model=TWO_LAYERS),
+    "MoE EP2 -> TP2 EP": Case("moe", Cut(expert=2), tensor=2, expert_parallel=True, model=TWO_LAYERS),
+    "one KV head, TP2 -> TP2": Case("dense", Cut(tensor=2), tensor=2, model={**TWO_LAYERS, "num_key_value_heads": 1}),
+    "vocabulary of 251, TP2 -> TP2": Case("dense", Cut(tensor=2), tensor=2, model={**TWO_LAYERS, "vocab_size": 251}),
+    "two engines": Case("moe", MOE_CUT, engines=2, model=TWO_LAYERS),
+}
+
+
+@pytest.fixture(params=CASES)
+def running(request, groups, tmp_path_factory):
+    case = CASES[request.param]
+    folder = save_tiny_model(tmp_path_factory.mktemp("model"), kind=case.kind, seed=3, **dict(case.model))
+    hosts = [groups["engine-tp2"]] if case.tensor == 2 else [groups["engine-a"], groups["engine-b"]]
+    job = RunningCase(case, Path(folder), groups["policy"], hosts)
+    job.start()
+    yield job
+    job.stop()
+
+
+def wrong_parameters(job: RunningCase, checkpoint) -> list[str]:
+    """Live parameters of any engine rank that aren't the oracle's, bit for bit."""
+    wrong = []
+    for number, weights in enumerate(job.served()):
+        expected = expected_parameters(job.case, checkpoint, number % job.case.tensor)
+        wrong += [f"rank {number}: {name} is not expected" for name in weights.keys() - expected.keys()]
+        wrong += [
+            f"rank {number}: {name}"
+            for name, array in expected.items()
+            if name not in weights or not np.array_equal(weights[name], array)
+        ]
+    return wrong
+
+
+def largest_difference(job: RunningCase) -> float:
+    trained, served = job.logprobs()
+    assert all(found == served[0] for found in served)
+    return max(
+        abs(a - b) for row, other in zip(trained, served[0], strict=True) for a, b in zip(row, other, strict=True)
+    )
+
+
+def test_every_rank_serves_exactly_the_policys_weights(running):
+    versions = {}
+    for name in ("A", "B"):
+        # CPU initialisation makes experts of different ranks and layers of different stages alike.
+        running.policy.call("perturb", ord(name))
+        running.policy.call("remember", name)
+        versions[name] = running.exported()
+    assert all(not np.array_equal(versions["A"][name], versions["B"][name]) for name in versions["A"])
+
+    synchronizer = running.synchronizer(coverage="all")
+    for version, name in enumerate("ABAB", start=1):
+        running.policy.call("recall", name)
+        report = synchronizer.sync(version)
+        assert wrong_parameters(running, versions[name]) == []
+        assert largest_difference(running) <= 1e-4
+        assert report.version == version
+        assert report.summary.whole == {}
+        assert report.summary.network_bytes < report.summary.old_way_received_bytes
+        assert sum(rank.verified for rank in report.ranks) > 0
+
+    synchronizer = running.synchronizer(coverage="ffn")
+    for version, name in enumerate("AB", start=1):
+        running.policy.call("recall", name)
+        report = synchronizer.sync(version)
+        assert wrong_parameters(running, versions[name]) == []
+        [whole] = report.summary.whole.values()
+        assert not any("_proj.weight" in name and ".mlp." in name for name in whole)
+    assert largest_difference(running) <= 1e-4

@@ -1,0 +1,195 @@
+"""Small real jobs on warm Ray actors: what the end-to-end tests start, and the oracle that they compare with."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron_export import export
+
+from refit_transport.cluster.generation import EngineConfig, GenerationWorker
+from refit_transport.cluster.network import LOOPBACK, PortRange
+from refit_transport.cluster.parallelism import MegatronParallelism
+from refit_transport.cluster.policy import PolicyWorker
+from refit_transport.cluster.synchronizer import RefitSynchronizer
+from refit_transport.cluster.workers import WorkerGroup, collect
+from refit_transport.config.settings import RefitSettings
+
+TIMEOUT_S = 120.0
+PROMPTS = ((1, 2, 3, 4, 5, 6, 7, 8), (8, 6, 4, 2, 0, 9), tuple(range(20, 40)))
+TESTS = Path(__file__).resolve().parent
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "PYTHONPATH": os.pathsep.join(map(str, (TESTS, TESTS.parent))),
+}
+
+
+class TestPolicy(PolicyWorker):
+    """A policy worker that remembers versions of its weights and exports them by hand."""
+
+    __test__ = False
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._remembered: dict[str, dict[str, torch.Tensor]] = {}
+
+    def remember(self, name: str) -> None:
+        self._remembered[name] = {key: tensor.clone() for key, tensor in self.source().buffers().items()}
+
+    def recall(self, name: str) -> None:
+        with torch.no_grad():
+            for key, tensor in self.source().buffers().items():
+                tensor.copy_(self._remembered[name][key])
+
+    def export(self) -> dict[str, np.ndarray]:
+        return export(self._chunks, vocab=self._model.vocab)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, how it is trained, and how it is served."""
+
+    kind: str
+    train: MegatronParallelism
+    tensor: int = 1
+    engines: int = 1
+    expert_parallel: bool = False
+    plain_weights: bool = True
+    dtype: str = "float32"
+    model: Mapping[str, Any] = ()  # type: ignore[assignment]
+
+
+class RunningCase:
+    """One case on warm actor groups."""
+
+    def __init__(self, case: Case, folder: Path, policy: WorkerGroup, hosts: Sequence[WorkerGroup]) -> None:
+        self.case, self.folder, self.policy = case, folder, policy
+        self.engines = list(hosts[: case.engines])
+
+    def start(self) -> None:
+        ports = PortRange()
+        host, port = self.policy.address(ports, host=LOOPBACK)
+        common = {
+            "world_size": self.policy.count,
+            "init_method": f"tcp://{host}:{port}",
+            "checkpoint": str(self.folder),
+            "parallelism": self.case.train,
+            "precision": self.case.dtype,
+            "timeout_s": TIMEOUT_S,
+        }
+        pending = [self.policy.build(TestPolicy, [{"rank": r, **common} for r in range(self.policy.count)])]
+        config = EngineConfig(
+            model=str(self.folder),
+            dtype=self.case.dtype,
+            tensor_parallel=self.case.tensor,
+            expert_parallel=self.case.expert_parallel,
+            max_model_len=128,
+            plain_weights=self.case.plain_weights,
+        )
+        for engine in self.engines:
+            host, port = engine.address(ports, host=LOOPBACK)
+            own = {"world_size": engine.count, "host": host, "port": port, "config": config}
+            pending.append(engine.build(GenerationWorker, [{"rank": r, **own} for r in range(engine.count)]))
+        collect(pending, timeout_s=TIMEOUT_S)
+
+    def synchronizer(self, **changes: Any) -> RefitSynchronizer:
+        sources = self.policy.count
+        total = sources + sum(engine.count for engine in self.engines)
+        small = {"bucket_bytes": 1 << 14, "staging_bytes": 1 << 17, "timeout_s": TIMEOUT_S, "verify": "full"}
+        domains = (tuple(range(sources)), tuple(range(sources, total)))
+        settings = RefitSettings(**{**small, "domains": domains, **changes})
+        return RefitSynchronizer(self.policy, self.engines, settings=settings, ports=PortRange(), host=LOOPBACK)
+
+    def exported(self) -> dict[str, np.ndarray]:
+        """The checkpoint that the policy's present weights make, by the hand-written exporter."""
+        return {name: array for part in self.policy.call("export") for name, array in part.items()}
+
+    def served(self) -> list[dict[str, np.ndarray]]:
+        """Every engine rank's live parameters, engine after engine."""
+        return [
+            {name: tensor.float().numpy() for name, tensor in weights.items()}
+            for engine in self.engines
+            for weights in engine.call("weights")
+        ]
+
+    def logprobs(self) -> tuple[list[list[float]], list[list[list[float]]]]:
+        trained = self.policy.call("logprobs", PROMPTS)[0]
+        return trained, [found for engine in self.engines for found in engine.call("logprobs", PROMPTS)]
+
+    def stop(self) -> None:
+        collect(
+            [self.policy.start("shutdown"), *(engine.start("shutdown") for engine in self.engines)],
+            timeout_s=TIMEOUT_S,
+        )
+
+
+def expected_parameters(case: Case, checkpoint: Mapping[str, np.ndarray], rank: int) -> dict[str, np.ndarray]:
+    """What a vLLM rank of this case must hold, cut by hand from the checkpoint: the oracle.
+
+    qkv rows are q | k | v of the rank's heads (ranks share a KV head when there are fewer heads than ranks), gate and
+    up are stacked, the vocabulary is padded to a multiple of 64 with zeros, experts are cut by width or by number.
+    """
+    size = case.tensor
+    found: dict[str, np.ndarray] = {}
+
+    def rows(array: np.ndarray, parts: int = size, part: int = rank) -> np.ndarray:
+        return np.split(array, parts, axis=0)[part]
+
+    def vocabulary(array: np.ndarray) -> np.ndarray:
+        padded = -(-len(array) // 64) * 64
+        return rows(np.concatenate((array, np.zeros((padded - len(array), array.shape[1]), array.dtype))))
+
+    layers = 1 + max(int(name.split(".")[2]) for name in checkpoint if ".layers." in name)
+    found["model.embed_tokens.weight"] = vocabulary(checkpoint["model.embed_tokens.weight"])
+    found["model.norm.weight"] = checkpoint["model.norm.weight"]
+    if "lm_head.weight" in checkpoint:
+        found["lm_head.weight"] = vocabulary(checkpoint["lm_head.weight"])
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}."
+        get = lambda name, prefix=prefix: checkpoint[prefix + name]  # noqa: E731
+        head = len(get("self_attn.q_norm.weight"))
+        kv_heads = len(get("self_attn.k_proj.weight")) // head
+        kv_parts, kv_part = (size, rank) if kv_heads >= size else (kv_heads, rank * kv_heads // size)
+        found[prefix + "self_attn.qkv_proj.weight"] = np.concatenate(
+            (
+                rows(get("self_attn.q_proj.weight")),
+                rows(get("self_attn.k_proj.weight"), kv_parts, kv_part),
+                rows(get("self_attn.v_proj.weight"), kv_parts, kv_part),
+            )
+        )
+        found[prefix + "self_attn.o_proj.weight"] = np.split(get("self_attn.o_proj.weight"), size, axis=1)[rank]
+        for name in ("self_attn.q_norm", "self_attn.k_norm", "input_layernorm", "post_attention_layernorm"):
+            found[f"{prefix}{name}.weight"] = get(f"{name}.weight")
+        if prefix + "mlp.gate.weight" in checkpoint:
+            found[prefix + "mlp.gate.weight"] = get("mlp.gate.weight")
+            found |= _experts(case, checkpoint, prefix + "mlp.experts.", rank)
+        else:
+            gate, up = rows(get("mlp.gate_proj.weight")), rows(get("mlp.up_proj.weight"))
+            found[prefix + "mlp.gate_up_proj.weight"] = np.concatenate((gate, up))
+            found[prefix + "mlp.down_proj.weight"] = np.split(get("mlp.down_proj.weight"), size, axis=1)[rank]
+    return found
+
+
+def _experts(case: Case, checkpoint: Mapping[str, np.ndarray], prefix: str, rank: int) -> dict[str, np.ndarray]:
+    numbers = sorted({int(name.removeprefix(prefix).split(".")[0]) for name in checkpoint if name.startswith(prefix)})
+    if case.expert_parallel:
+        numbers, parts, part = np.split(np.array(numbers), case.tensor)[rank].tolist(), 1, 0
+    else:
+        parts, part = case.tensor, rank
+    w13, w2 = [], []
+    for number in numbers:
+        gate, up, down = (checkpoint[f"{prefix}{number}.{kind}_proj.weight"] for kind in ("gate", "up", "down"))
+        w13.append(np.concatenate((np.split(gate, parts)[part], np.split(up, parts)[part])))
+        w2.append(np.split(down, parts, axis=1)[part])
+    return {
+        f"{prefix}routed_experts.w13_weight": np.stack(w13),
+        f"{prefix}routed_experts.w2_weight": np.stack(w2),
+    }
