@@ -19,6 +19,7 @@ from refit_transport.cluster.policy import PolicyWorker
 from refit_transport.cluster.synchronizer import RefitSynchronizer
 from refit_transport.cluster.workers import WorkerGroup, collect
 from refit_transport.config.settings import RefitSettings
+from refit_transport.fabrics.program import Binding
 
 TIMEOUT_S = 120.0
 PROMPTS = ((1, 2, 3, 4, 5, 6, 7, 8), (8, 6, 4, 2, 0, 9), tuple(range(20, 40)))
@@ -48,6 +49,28 @@ class TestPolicy(PolicyWorker):
         with torch.no_grad():
             for key, tensor in self.source().buffers().items():
                 tensor.copy_(self._remembered[name][key])
+
+    def swap_pieces(self, tensor: str, other: str, expert: int, other_expert: int) -> None:
+        """Exchanges an expert's part of one stacked tensor with an expert's part of the same or another one."""
+        views = [self._pieces(tensor, expert), self._pieces(other, other_expert)]
+        with torch.no_grad():
+            for here, there in zip(*views, strict=True):
+                kept = here.clone()
+                here.copy_(there)
+                there.copy_(kept)
+
+    def scale_pieces(self, tensor: str, factor: float) -> None:
+        with torch.no_grad():
+            for view in self._pieces(tensor, None):
+                view.mul_(factor)
+
+    def _pieces(self, tensor: str, expert: int | None) -> list[torch.Tensor]:
+        binding = Binding.of(self.source().manifest(self.rank), self.source().buffers())
+        return [
+            binding.view(index)
+            for index, piece in enumerate(binding.manifest.pieces)
+            if piece.tensor == tensor and (expert is None or piece.box.spans[0].start == expert)
+        ]
 
     def export(self) -> dict[str, np.ndarray]:
         return export(self._chunks, vocab=self._model.vocab)
@@ -193,3 +216,25 @@ def _experts(case: Case, checkpoint: Mapping[str, np.ndarray], prefix: str, rank
         f"{prefix}routed_experts.w13_weight": np.stack(w13),
         f"{prefix}routed_experts.w2_weight": np.stack(w2),
     }
+
+
+def wrong_parameters(job: RunningCase, checkpoint) -> list[str]:
+    """Live parameters of any engine rank that aren't the oracle's, bit for bit."""
+    wrong = []
+    for number, weights in enumerate(job.served()):
+        expected = expected_parameters(job.case, checkpoint, number % job.case.tensor)
+        wrong += [f"rank {number}: {name} is not expected" for name in weights.keys() - expected.keys()]
+        wrong += [
+            f"rank {number}: {name}"
+            for name, array in expected.items()
+            if name not in weights or not np.array_equal(weights[name], array)
+        ]
+    return wrong
+
+
+def largest_difference(job: RunningCase) -> float:
+    trained, served = job.logprobs()
+    assert all(found == served[0] for found in served)
+    return max(
+        abs(a - b) for row, other in zip(trained, served[0], strict=True) for a, b in zip(row, other, strict=True)
+    )

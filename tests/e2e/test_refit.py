@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from refit_jobs import Case, RunningCase, expected_parameters
+from refit_jobs import Case, RunningCase, largest_difference, wrong_parameters
 
 from refit_transport.cluster.parallelism import MegatronParallelism as Cut
 from refit_transport.testing.models import save_tiny_model
@@ -37,28 +37,6 @@ def running(request, groups, tmp_path_factory):
     job.start()
     yield job
     job.stop()
-
-
-def wrong_parameters(job: RunningCase, checkpoint) -> list[str]:
-    """Live parameters of any engine rank that aren't the oracle's, bit for bit."""
-    wrong = []
-    for number, weights in enumerate(job.served()):
-        expected = expected_parameters(job.case, checkpoint, number % job.case.tensor)
-        wrong += [f"rank {number}: {name} is not expected" for name in weights.keys() - expected.keys()]
-        wrong += [
-            f"rank {number}: {name}"
-            for name, array in expected.items()
-            if name not in weights or not np.array_equal(weights[name], array)
-        ]
-    return wrong
-
-
-def largest_difference(job: RunningCase) -> float:
-    trained, served = job.logprobs()
-    assert all(found == served[0] for found in served)
-    return max(
-        abs(a - b) for row, other in zip(trained, served[0], strict=True) for a, b in zip(row, other, strict=True)
-    )
 
 
 def test_every_rank_serves_exactly_the_policys_weights(running):

@@ -1,0 +1,68 @@
+"""What a wrong refit looks like: each kind of mistake is seen by the parameter comparison and by log-probabilities."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from refit_jobs import Case, RunningCase, largest_difference, wrong_parameters
+from test_refit import MOE_CUT
+
+from refit_transport.testing.models import save_tiny_model
+
+pytestmark = pytest.mark.e2e
+EXPERTS = "model.layers.1.mlp.experts"
+
+
+@pytest.fixture(scope="module")
+def synced(groups, tmp_path_factory):
+    """A MoE job whose engines serve version 1; the tests change the policy afterwards and don't refit."""
+    case = Case("moe", MOE_CUT, tensor=2, model={"num_hidden_layers": 2, "initializer_range": 0.1})
+    folder = save_tiny_model(tmp_path_factory.mktemp("model"), kind="moe", seed=5, **dict(case.model))
+    job = RunningCase(case, folder, groups["policy"], [groups["engine-tp2"]])
+    job.start()
+    job.policy.call("perturb", 1)
+    job.policy.call("remember", "good")
+    job.synchronizer(coverage="all").sync(1)
+    assert wrong_parameters(job, job.exported()) == []
+    assert largest_difference(job) <= 1e-4
+    yield job
+    job.stop()
+
+
+@pytest.mark.parametrize(
+    ("mistake", "arguments", "parameter"),
+    [
+        ("swap_pieces", (f"{EXPERTS}.gate_proj.weight", f"{EXPERTS}.up_proj.weight", 3, 3), "w13_weight"),
+        ("swap_pieces", (f"{EXPERTS}.down_proj.weight", f"{EXPERTS}.down_proj.weight", 1, 2), "w2_weight"),
+        ("scale_pieces", ("model.layers.0.self_attn.v_proj.weight", 0.9), "qkv_proj.weight"),
+        ("scale_pieces", ("model.layers.1.input_layernorm.weight", 1.1), "input_layernorm.weight"),
+        ("scale_pieces", ("lm_head.weight", 1.1), "lm_head.weight"),
+    ],
+)
+def test_a_mistake_is_seen(synced, mistake, arguments, parameter):
+    synced.policy.call(mistake, *arguments)
+    try:
+        wrong = wrong_parameters(synced, synced.exported())
+        assert wrong
+        assert all(parameter in name for name in wrong)
+        assert largest_difference(synced) > 1e-4
+    finally:
+        synced.policy.call("recall", "good")
+    assert wrong_parameters(synced, synced.exported()) == []
+
+
+def test_the_oracle_itself_sees_a_single_flipped_element(synced):
+    exported = {name: array.copy() for name, array in synced.exported().items()}
+    exported["model.norm.weight"][0] = np.nextafter(exported["model.norm.weight"][0], 9.0)
+    assert wrong_parameters(synced, exported) == ["rank 0: model.norm.weight", "rank 1: model.norm.weight"]
+
+
+def test_a_fenced_engine_refuses_to_generate_until_a_complete_refit(synced):
+    from refit_transport.errors import WorkerError
+
+    synchronizer = synced.synchronizer(coverage="all")
+    synchronizer.prepare()
+    [engine] = synced.engines
+    engine.call("start_refit")
+    with pytest.raises(WorkerError, match=r"logprobs.*fenced: a refit is open"):
+        engine.call("logprobs", [[1, 2, 3]])
