@@ -1,0 +1,176 @@
+"""`refit-transport run` as a user starts it: what it prints, how it fails, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+MARK = "REFIT_TRANSPORT_TEST_RUN"
+COMMAND = (sys.executable, "-c", "from refit_transport.cli import main; main()")
+
+SMALL = {
+    "defaults": str(ROOT / "configs" / "base.yaml"),
+    "policy": {
+        "megatron_cfg": {"tensor_model_parallel_size": 1},
+        "generation": {"refit_transport": "nccl_reshard", "refit_cfg": {"nccl_reshard": {"timeout_s": 60}}},
+    },
+    "refit_run": {"refits": 2, "steps_per_refit": 1, "tiny_model": {"kind": "dense"}, "report": "report.json"},
+}
+
+
+def processes(mark: str) -> list[tuple[int, str]]:
+    """Living processes of one test run, by the variable that they all inherit: (id, command line)."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                environment = (folder / "environ").read_bytes().split(b"\0")
+                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue
+            if f"{MARK}={mark}".encode() in environment and command:
+                found.append((int(folder.name), command))
+    return found
+
+
+class Run:
+    """One run of the command in a folder of its own."""
+
+    def __init__(self, folder: Path, config: dict, *arguments: str) -> None:
+        self.mark = uuid.uuid4().hex
+        (folder / "job.yaml").write_text(yaml.safe_dump(config))
+        environment = {**os.environ, MARK: self.mark, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            (*COMMAND, "run", "job.yaml", *arguments),
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def finish(self, timeout_s: float = 240.0) -> tuple[int, str, str]:
+        """Exit code, stdout and stderr; every process of the run must be gone soon afterwards."""
+        try:
+            output, errors = self._process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            for process, _ in processes(self.mark):
+                os.kill(process, signal.SIGKILL)
+            raise
+        end = time.monotonic() + 20.0
+        while (left := processes(self.mark)) and time.monotonic() < end:
+            time.sleep(0.2)
+        assert left == []
+        return self._process.returncode, output, errors
+
+
+def with_changes(**changes: object) -> dict:
+    """The small job with dotted keys set."""
+    config = json.loads(json.dumps(SMALL))
+    for path, value in changes.items():
+        *parents, last = path.split("__")
+        section = config
+        for key in parents:
+            section = section.setdefault(key, {})
+        section[last] = value
+    return config
+
+
+WRONG = {
+    "misspelt key": (
+        with_changes(policy__generation__refit_transprot="nccl_reshard"),
+        ("policy.generation.refit_transprot", "refit_transport"),
+    ),
+    "missing model folder": (
+        with_changes(policy__model_name="no/such/model", refit_run__tiny_model=None),
+        ("policy.model_name", "no/such/model"),
+    ),
+    "colocated": (
+        with_changes(policy__generation__colocated={"enabled": True, "resources": {"gpus_per_node": 1}}),
+        ("policy.generation.colocated.enabled",),
+    ),
+    "unknown transport": (
+        with_changes(policy__generation__refit_transport="nccl_reshrad"),
+        ("nccl_reshrad", "did you mean 'nccl_reshard'?"),
+    ),
+    "tensor parallel size that does not divide": (
+        with_changes(policy__megatron_cfg__tensor_model_parallel_size=3, cluster__gpus_per_node=4),
+        ("policy.megatron_cfg.tensor_model_parallel_size", "3"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_configuration_ends_at_once_with_one_message(name, tmp_path):
+    config, texts = WRONG[name]
+    code, output, errors = Run(tmp_path, config).finish(timeout_s=60.0)
+    assert (code, output) == (2, "")
+    assert all(text in errors for text in texts), errors
+    assert "Traceback" not in errors
+
+
+@pytest.mark.e2e
+def test_a_small_job_runs_and_leaves_its_report(tmp_path):
+    code, output, errors = Run(tmp_path, SMALL, "--json").finish()
+    assert code == 0, errors
+    rounds = json.loads(output)["rounds"]
+    assert json.loads((tmp_path / "report.json").read_text()) == {"rounds": rounds}
+    assert [found["version"] for found in rounds] == [1, 2]
+    for found in rounds:
+        assert found["largest_difference"] <= 1e-4 < found["largest_change"]
+        assert set(found["report"]["seconds"]) == {"plan", "agree", "pack", "network", "local", "load", "verify"}
+        assert [part["name"] for part in found["report"]["summary"]["transports"]] == [
+            "gather_broadcast",
+            "nccl_reshard",
+        ]
+
+
+@pytest.mark.e2e
+def test_a_busy_port_is_one_message_that_names_the_setting(tmp_path):
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        config = with_changes(cluster__master_port_range_low=port, cluster__master_port_range_high=port)
+        code, _, errors = Run(tmp_path, config).finish()
+    assert code == 1
+    assert f"every port from {port} to {port} is taken" in errors
+    assert "cluster.master_port_range_low" in errors
+    assert "Traceback" not in errors
+
+
+@pytest.mark.e2e
+def test_a_worker_killed_at_start_is_named_and_nothing_stays(tmp_path):
+    run = Run(tmp_path, SMALL)
+    killed = threading.Event()
+
+    def kill_first_build() -> None:
+        end = time.monotonic() + 120.0
+        while time.monotonic() < end and not killed.is_set():
+            for process, command in processes(run.mark):
+                if "_Host.build" in command:
+                    os.kill(process, signal.SIGKILL)
+                    killed.set()
+                    return
+            time.sleep(0.05)
+
+    thread = threading.Thread(target=kill_first_build)
+    thread.start()
+    code, _, errors = run.finish()
+    thread.join()
+    assert killed.is_set()
+    assert code == 1
+    assert "failed in phase start: the process died" in errors
+    assert "Traceback" not in errors
