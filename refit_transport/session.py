@@ -88,6 +88,8 @@ class RefitSession:
         self._seconds: dict[str, float] = {}
         self._spent = Spent()
         self._verified = 0
+        self._topics: tuple[str, ...] = ()
+        self._last_topics: tuple[str, ...] = ()
         self._began = 0.0
         self._state = "idle"
         self.version = -1
@@ -147,10 +149,11 @@ class RefitSession:
         self._require("open", "transfer")
         if version <= self.version:
             raise VersionError(version, self.version)
-        deadline = Deadline(self._settings.timeout_s)
+        deadline, agreement = Deadline(self._settings.timeout_s), f"the weight version/{self.version}"
+        self._topics = (agreement, *(f"{topic}/{version}" for topic in ("checksums", "delivery", "report")))
         with self._guarded("transfer"):
             with self._timed("agree"):
-                self._channel.agree(f"the weight version/{self.version}", str(version), deadline=deadline)
+                self._channel.agree(agreement, str(version), deadline=deadline)
             for transport in self._plan.transports.values():
                 self._spent.add(transport.run(self._endpoint, self._fabric, deadline=deadline))
             with self._timed("verify"):
@@ -167,7 +170,9 @@ class RefitSession:
                 with self._spent.timing("load"):
                     self._endpoint.target.finish()
             self._channel.publish(f"report/{self.version}", asdict(self._rank_report()))
-            self._state = "idle"
+            # Whoever is here has seen every rank's delivery of this version, so nobody reads the last one's topics.
+            self._channel.forget(self._last_topics)
+            self._state, self._last_topics = "idle", self._topics
             if self._summary is None:
                 return None
             deadline = Deadline(self._settings.timeout_s)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Self
 
@@ -63,7 +64,7 @@ class ControlChannel:
 
     def publish(self, topic: str, value: Any) -> None:
         """Makes this rank's JSON value for a topic visible to all."""
-        self._store.set(f"{topic}/{self.rank}", encode(value))  # type: ignore[arg-type]  # the stub lacks bytes
+        self._set(f"{topic}/{self.rank}", value)
 
     def collect(self, topic: str, ranks: Iterable[int], *, deadline: Deadline) -> list[Any]:
         """The values of these ranks for a topic, in the given order.
@@ -84,41 +85,61 @@ class ControlChannel:
         self.publish(topic, value)
         if self.rank == 0:
             values = self.collect(topic, range(self.world_size), deadline=deadline)
-            self._store.set(f"{topic}/verdict", encode(_groups(values)))  # type: ignore[arg-type]  # the stub lacks bytes
+            self._set(f"{topic}/verdict", _groups(values))
         groups = self._wait(topic, "verdict", deadline)
         if len(groups) > 1:
             raise AgreementError(what.rsplit("/", 1)[0], tuple((held, tuple(ranks)) for held, ranks in groups))
 
-    def forget(self, topics: Sequence[str]) -> None:
-        """Removes this rank's values of topics that nobody will ask for any more."""
-        for topic in topics:
-            self._store.delete_key(f"{topic}/{self.rank}")
+    def forget(self, topics: Iterable[str]) -> None:
+        """Removes this rank's values of topics, agreements included, that nobody will ask for any more."""
+        mine = [str(self.rank), "verdict"] if self.rank == 0 else [str(self.rank)]
+        with self._reachable("forget"):
+            for topic in topics:
+                for key in mine:
+                    self._store.delete_key(f"{topic}/{key}")
+                    self._store.delete_key(f"agree/{topic}/{key}")
 
     def report_failure(self, error: Exception) -> None:
         """Tells the other ranks why this one gives up; only the first cause is kept."""
         cause = encode({"rank": self.rank, "reason": str(error)})
-        self._store.compare_set(_FAILURE, "", cause.hex())
+        with self._reachable("report a failure"):
+            self._store.compare_set(_FAILURE, "", cause.hex())
 
     def failure(self) -> TransferError | None:
         """The first failure that any other rank reported, if any."""
-        if not self._store.check([_FAILURE]):
-            return None
-        cause = decode(bytes.fromhex(self._store.get(_FAILURE).decode()))
+        with self._reachable("look for failures"):
+            if not self._store.check([_FAILURE]):
+                return None
+            cause = decode(bytes.fromhex(self._store.get(_FAILURE).decode()))
         if cause["rank"] == self.rank:
             return None
         return TransferError(self.rank, cause["rank"], "peer failure", "", cause["reason"])
 
     def _wait(self, topic: str, rank: int | str, deadline: Deadline) -> Any:
         key, pause = f"{topic}/{rank}", 1e-4
-        while not self._store.check([key]):
-            failure = self.failure()
-            if failure is not None:
-                raise failure
-            if deadline.passed:
-                raise DeadlineError(f"rank {self.rank}", f"rank {rank}", topic, deadline.seconds)
-            time.sleep(pause)
-            pause = min(2 * pause, 0.02)
-        return decode(self._store.get(key))
+        with self._reachable(topic):
+            while not self._store.check([key]):
+                failure = self.failure()
+                if failure is not None:
+                    raise failure
+                if deadline.passed:
+                    raise DeadlineError(f"rank {self.rank}", f"rank {rank}", topic, deadline.seconds)
+                time.sleep(pause)
+                pause = min(2 * pause, 0.02)
+            return decode(self._store.get(key))
+
+    def _set(self, key: str, value: Any) -> None:
+        with self._reachable(key):
+            self._store.set(key, encode(value))  # type: ignore[arg-type]  # the stub lacks bytes
+
+    @contextmanager
+    def _reachable(self, phase: str) -> Iterator[None]:
+        """Rank 0 hosts the store: when it is gone, so is every answer."""
+        try:
+            yield
+        except RuntimeError as error:
+            reason = f"the control channel at {self.host}:{self.port} is gone: {str(error).splitlines()[0]}"
+            raise TransferError(self.rank, 0, phase, "", reason) from error
 
 
 def _groups(values: Sequence[str]) -> list[tuple[str, list[int]]]:

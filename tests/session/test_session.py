@@ -148,6 +148,24 @@ def test_a_version_that_does_not_grow_is_refused_with_both_numbers():
     assert run_ranks(WORLD, rank_main) == [8] * WORLD
 
 
+def test_the_control_channel_does_not_grow_with_the_number_of_refits():
+    cluster = Cluster(settings(verify="full"))
+
+    def rank_main(channel):
+        session = cluster.prepare(channel)
+        keys = []
+        for version in range(1, 7):
+            session.run(version)
+            channel.agree(f"counted/{version}", "", deadline=Deadline(20.0))
+            keys.append(channel._store.num_keys())
+            channel.agree(f"next/{version}", "", deadline=Deadline(20.0))
+            channel.forget([f"counted/{version - 1}", f"next/{version - 1}"])
+        return keys
+
+    keys = run_ranks(WORLD, rank_main)[0]
+    assert keys[2] >= keys[5] - WORLD, keys
+
+
 def test_ranks_that_refit_different_versions_all_fail_and_say_so():
     cluster = Cluster(settings())
 
