@@ -68,6 +68,9 @@ def narrow_weights(*, rank: int, world_size: int, port: int, checkpoint: Path, b
         outcome.snapshots["perturbed"] = _snapshot(worker)
         worker.train_step(batch)
         outcome.snapshots["trained again"] = _snapshot(worker)
+        for stage, seed in (("A", None), ("B", 4), ("A again", None), ("B again", 4)):
+            worker.set_weights(seed)
+            outcome.snapshots[stage] = _snapshot(worker)
         return outcome
     finally:
         worker.shutdown()
