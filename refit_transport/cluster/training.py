@@ -93,7 +93,7 @@ class TrainingWorker:
         Data-parallel ranks take every n-th sequence. Sequences may differ in length: padding doesn't count.
 
         Raises:
-            ValueError: a sequence is shorter than two tokens, or the number of sequences isn't a multiple of the number of
+            ValueError: a sequence is shorter than two tokens, or the sequences can't be dealt evenly to the
                 data-parallel ranks.
         """
         from megatron.core import parallel_state

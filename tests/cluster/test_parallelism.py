@@ -116,14 +116,16 @@ def test_shapes_of_both_config_spellings() -> None:
         "num_attention_heads": 4,
         "intermediate_size": 96,
         "moe_intermediate_size": 48,
+        "num_experts_per_tok": 2,
         "num_local_experts": 8,
         "mlp_only_layers": [5],
         "decoder_sparse_step": 2,
     }
     shape = ModelShape.from_config(config)
     assert (shape.experts, shape.kv_heads, shape.head_dim, shape.moe_layers) == (8, 4, 16, (1, 3))
-    with pytest.raises(ConfigError, match="hidden_size"):
-        ModelShape.from_config({key: value for key, value in config.items() if key != "hidden_size"})
+    for lost, name in (("hidden_size", "hidden_size"), ("num_local_experts", "num_experts")):
+        with pytest.raises(ConfigError, match=name):
+            ModelShape.from_config({key: value for key, value in config.items() if key != lost})
 
 
 def test_noise_tells_elements_tensors_and_seeds_apart() -> None:
