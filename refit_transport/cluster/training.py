@@ -75,6 +75,7 @@ class TrainingWorker:
     def _build(self, precision: Precision, divisible_by: int, timeout_s: float) -> None:
         from refit_transport.cluster import megatron_cpu, megatron_model
         from refit_transport.sources.megatron import MegatronSource
+        from refit_transport.sources.naming import is_expert
 
         megatron_cpu.apply()
         megatron_model.initialize_parallel_state(self._cut, timeout_s=timeout_s)
@@ -86,6 +87,8 @@ class TrainingWorker:
         self._chunks = tuple(chunk.to(self._device, dtype) for chunk in chunks)
         self._source = MegatronSource(self._chunks, self._model)
         megatron_model.load_checkpoint(self._chunks, self._source, self._folder, rank=self.rank)
+        pieces = self._source.manifest(self.rank).pieces
+        self._experts = frozenset(piece.buffer for piece in pieces if is_expert(piece.tensor))
 
     def train_step(self, token_batch: Sequence[Sequence[int]]) -> float:
         """One AdamW step on a global batch of token sequences; returns the batch's mean next-token cross entropy.
@@ -113,7 +116,7 @@ class TrainingWorker:
 
         self._optimizer.zero_grad()
         scores = step.run_schedule(self._chunks, batches, loss, vocab=self._model.vocab, device=self._device)
-        step.reduce_gradients(self._chunks, self._source.manifest(self.rank))
+        step.reduce_gradients(self._chunks, experts=self._experts)
         self._optimizer.step()
         total = step.from_last_stage(sum(scores, torch.zeros((), device=self._device)))
         if replicas > 1:

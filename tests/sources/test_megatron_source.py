@@ -63,6 +63,15 @@ def test_parameters_packed_in_one_storage_are_told_apart() -> None:
     assert buffer == "0.weight"
 
 
+def test_a_neighbour_in_the_same_storage_is_not_the_parameter() -> None:
+    chunk = Chunk(**FLAGGED)
+    packed = torch.zeros(200)
+    chunk.weight.data = packed[:64].view(8, 8)
+    chunk.described = packed[100:164].view(8, 8)
+    with pytest.raises(LayoutError, match="view of a live parameter"):
+        MegatronSource([chunk], MODEL).manifest(0)
+
+
 def test_wrapped_chunks_are_unwrapped() -> None:
     class Wrapper(nn.Module):
         def __init__(self, module: nn.Module) -> None:
