@@ -61,7 +61,10 @@ class CheckpointReader:
         """
         if spec not in self._entries:
             self._entries[spec] = checkpoint_entries(spec)
-        for entry in self._entries[spec]:
+        entries = self._entries[spec]
+        if entries[0].expert is not None:
+            entries = entries[box.spans[0].start : box.spans[0].stop]
+        for entry in entries:
             common = entry.box.intersect(box)
             if common is None:
                 continue
