@@ -42,6 +42,7 @@ def check_weights(outcomes: list[Outcome], shape: ModelShape, *, dtype: str) -> 
         snapshots = [outcome.snapshots[stage] for outcome in outcomes]
         manifest = Manifest.of(snapshot.manifest for snapshot in snapshots)
         check_complete(manifest, shape)
+        assert all(snapshot.padding == 0 for snapshot in snapshots)
         assert set(manifest.tensors) == set(expected_tensors(shape, dtype=dtype))
         oracle = {name: value for snapshot in snapshots for name, value in snapshot.exported.items()}
         tensors[stage] = assemble(snapshots, manifest)

@@ -59,6 +59,20 @@ def export(chunks: Any, *, vocab: int) -> dict[str, np.ndarray]:
     return {name: tensor.float().numpy() for name, tensor in found.items()}
 
 
+def largest_padding(chunks: Any, *, vocab: int) -> float:
+    """The largest absolute value in the rows past the vocabulary, which must be 0. Collective over TP."""
+    from megatron.core import parallel_state as mpu
+
+    tables = ("embedding.word_embeddings.weight", "output_layer.weight")
+    found = [
+        _gather(parameter, mpu.get_tensor_model_parallel_group())[vocab:].abs().sum()
+        for chunk in chunks
+        for name, parameter in chunk.named_parameters()
+        if name in tables
+    ]
+    return float(sum(found))
+
+
 def _layer_tensors(rest: str, full: torch.Tensor, config: Any, mpu: Any) -> list[tuple[str, torch.Tensor]]:
     if rest in _PLAIN:
         return [(_PLAIN[rest], full)]

@@ -28,7 +28,9 @@ _EXPERTS: dict[str, Any] = {
 }
 
 
-def make_checkpoint(folder: Path, *, kind: str = "qwen3", seed: int = 0, **overrides: Any) -> Path:
+def make_checkpoint(
+    folder: Path, *, kind: str = "qwen3", seed: int = 0, max_shard_size: str = "1GB", **overrides: Any
+) -> Path:
     """Saves a model of kind qwen2, qwen3 or qwen3_moe with random weights."""
     import transformers
 
@@ -43,7 +45,7 @@ def make_checkpoint(folder: Path, *, kind: str = "qwen3", seed: int = 0, **overr
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith("bias"):
                 parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.to(torch.float32).save_pretrained(folder)
+    model.to(torch.float32).save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
 
 

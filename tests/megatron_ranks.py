@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from megatron_export import export
+from megatron_export import export, largest_padding
 
 from refit_transport.cluster.parallelism import MegatronParallelism
 from refit_transport.errors import AgreementError
@@ -22,6 +22,7 @@ class Snapshot:
     manifest: RankManifest
     pieces: list[np.ndarray]
     exported: dict[str, np.ndarray]
+    padding: float
 
 
 @dataclass
@@ -38,7 +39,7 @@ def _snapshot(worker: Any) -> Snapshot:
     manifest, buffers = source.manifest(worker.rank), source.buffers()
     pieces = [piece_view(piece, buffers).clone().float().numpy() for piece in manifest.pieces]
     exported = export(worker._chunks, vocab=worker._model.vocab)
-    return Snapshot(manifest, pieces, exported)
+    return Snapshot(manifest, pieces, exported, largest_padding(worker._chunks, vocab=worker._model.vocab))
 
 
 def start(
@@ -68,6 +69,9 @@ def narrow_weights(*, rank: int, world_size: int, port: int, checkpoint: Path, b
         outcome.snapshots["perturbed"] = _snapshot(worker)
         worker.train_step(batch)
         outcome.snapshots["trained again"] = _snapshot(worker)
+        for stage, seed in (("A", None), ("B", 4), ("A again", None), ("B again", 4)):
+            worker.set_weights(seed)
+            outcome.snapshots[stage] = _snapshot(worker)
         return outcome
     finally:
         worker.shutdown()

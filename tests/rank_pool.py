@@ -87,8 +87,6 @@ class RankPool:
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
-            process.join(timeout=2)
-            if process.is_alive():
-                process.kill()
-                process.join(timeout=5)
+            process.kill()
+            process.join(timeout=5)
         self._pipes, self._processes = [], []

@@ -43,6 +43,8 @@ class CheckpointReader:
         self._folder = folder
         self._files = _file_of_each_tensor(folder)
         self._open: dict[str, Any] = {}
+        # A layer's experts are many entries, and each of its pieces asks for them.
+        self._entries: dict[TensorSpec, tuple[CheckpointEntry, ...]] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -57,7 +59,12 @@ class CheckpointReader:
         Raises:
             LayoutError: the checkpoint lacks the tensor, or has it in another shape.
         """
-        for entry in checkpoint_entries(spec):
+        if spec not in self._entries:
+            self._entries[spec] = checkpoint_entries(spec)
+        entries = self._entries[spec]
+        if entries[0].expert is not None:
+            entries = entries[box.spans[0].start : box.spans[0].stop]
+        for entry in entries:
             common = entry.box.intersect(box)
             if common is None:
                 continue

@@ -14,9 +14,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from torch import nn
 
-from refit_transport.layout.manifest import RankManifest
-from refit_transport.sources.naming import is_expert
-
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
@@ -116,13 +113,12 @@ def from_last_stage(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def reduce_gradients(chunks: Sequence[GPTModel], manifest: RankManifest) -> None:
+def reduce_gradients(chunks: Sequence[GPTModel], *, experts: frozenset[str]) -> None:
     """Sums each parameter's gradient over the ranks that saw a different part of the batch or of its use.
 
     The loss is normalised by the global number of tokens, so sums (not means) are exact for every layout. Collective
-    over all ranks.
+    over all ranks. `experts` names the buffers (see `MegatronSource`) of the experts' matrices.
     """
-    experts = frozenset(piece.buffer for piece in manifest.pieces if is_expert(piece.tensor))
     for index, chunk in enumerate(chunks):
         for name, parameter in chunk.named_parameters():
             if parameter.grad is None:

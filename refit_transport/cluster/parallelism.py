@@ -25,6 +25,12 @@ class MegatronParallelism:
     first_stage_layers: int = 0
     last_stage_layers: int = 0
 
+    def __str__(self) -> str:
+        return (
+            f"tensor {self.tensor}, pipeline {self.pipeline} x {self.virtual_pipeline}, expert {self.expert}, "
+            f"expert tensor {self.experts_over}"
+        )
+
     @property
     def experts_over(self) -> int:
         """The number of ranks that each expert's matrices are cut over."""
@@ -50,7 +56,7 @@ def check_parallelism(model: ModelShape, parallelism: MegatronParallelism, *, wo
 def _ranks(cut: MegatronParallelism, world_size: int) -> Iterator[str]:
     sizes = (cut.tensor, cut.pipeline, cut.virtual_pipeline, cut.expert, cut.experts_over)
     if min(sizes) < 1:
-        yield f"every parallel size must be at least 1 (got {cut})"
+        yield f"every parallel size must be at least 1 (got {sizes})"
     elif world_size % (cut.tensor * cut.pipeline):
         yield f"tensor x pipeline = {cut.tensor} x {cut.pipeline} does not divide the {world_size} ranks"
     elif world_size % (cut.experts_over * cut.expert * cut.pipeline):

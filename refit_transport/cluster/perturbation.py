@@ -42,7 +42,8 @@ def element_noise(spec: TensorSpec, box: Box, *, seed: int) -> torch.Tensor:
     # Three rounds of multiply and shift (32-bit finaliser constants): neighbours get unrelated numbers.
     for factor in (0x85EBCA6B, 0xC2B2AE35, 0x27D4EB2F):
         mixed = ((mixed ^ (mixed >> 15)) * factor) & 0xFFFFFFFF
-    return ((mixed & 0xFFFFFF).float() / 0x800000) - 1
+    # The upper 24 bits, as many as fp32 holds exactly: the low ones of a product are poorly mixed.
+    return (mixed >> 8).float() / 0x800000 - 1
 
 
 def piece_digests(source: MegatronSource, *, rank: int) -> dict[str, str]:

@@ -55,9 +55,9 @@ class TrainingWorker:
         """
         from refit_transport.cluster import checkpoint as files
 
-        folder = Path(checkpoint)
-        self._config = files.read_config(folder)
-        self._model = ModelShape.from_config(self._config, source=str(folder / "config.json"))
+        self._folder = Path(checkpoint)
+        self._config = files.read_config(self._folder)
+        self._model = ModelShape.from_config(self._config, source=str(self._folder / "config.json"))
         reasons = check_parallelism(self._model, parallelism, world_size=world_size)
         if reasons:
             raise ConfigError("parallelism", tuple(Violation("parallelism", str(parallelism), r, "") for r in reasons))
@@ -66,15 +66,16 @@ class TrainingWorker:
         self._micro_batch_size = micro_batch_size
         self._device = _join(rank=rank, world_size=world_size, init_method=init_method, timeout_s=timeout_s)
         try:
-            self._build(folder, precision, make_vocab_size_divisible_by, timeout_s)
+            self._build(precision, make_vocab_size_divisible_by, timeout_s)
         except BaseException:
             self.shutdown()
             raise
         self._optimizer = _Optimizer(self._chunks, learning_rate=learning_rate, weight_decay=weight_decay)
 
-    def _build(self, folder: Path, precision: Precision, divisible_by: int, timeout_s: float) -> None:
+    def _build(self, precision: Precision, divisible_by: int, timeout_s: float) -> None:
         from refit_transport.cluster import megatron_cpu, megatron_model
         from refit_transport.sources.megatron import MegatronSource
+        from refit_transport.sources.naming import is_expert
 
         megatron_cpu.apply()
         megatron_model.initialize_parallel_state(self._cut, timeout_s=timeout_s)
@@ -85,7 +86,9 @@ class TrainingWorker:
         # Torch's norms come in fp32; Megatron's own wrapper casts the whole model too.
         self._chunks = tuple(chunk.to(self._device, dtype) for chunk in chunks)
         self._source = MegatronSource(self._chunks, self._model)
-        megatron_model.load_checkpoint(self._chunks, self._source, folder, rank=self.rank)
+        megatron_model.load_checkpoint(self._chunks, self._source, self._folder, rank=self.rank)
+        pieces = self._source.manifest(self.rank).pieces
+        self._experts = frozenset(piece.buffer for piece in pieces if is_expert(piece.tensor))
 
     def train_step(self, token_batch: Sequence[Sequence[int]]) -> float:
         """One AdamW step on a global batch of token sequences; returns the batch's mean next-token cross entropy.
@@ -93,7 +96,8 @@ class TrainingWorker:
         Data-parallel ranks take every n-th sequence. Sequences may differ in length: padding doesn't count.
 
         Raises:
-            ValueError: a sequence is shorter than two tokens, or there are fewer sequences than data-parallel ranks.
+            ValueError: a sequence is shorter than two tokens, or the sequences can't be dealt evenly to the
+                data-parallel ranks.
         """
         from megatron.core import parallel_state
 
@@ -112,7 +116,7 @@ class TrainingWorker:
 
         self._optimizer.zero_grad()
         scores = step.run_schedule(self._chunks, batches, loss, vocab=self._model.vocab, device=self._device)
-        step.reduce_gradients(self._chunks, self._source.manifest(self.rank))
+        step.reduce_gradients(self._chunks, experts=self._experts)
         self._optimizer.step()
         total = step.from_last_stage(sum(scores, torch.zeros((), device=self._device)))
         if replicas > 1:
@@ -144,6 +148,16 @@ class TrainingWorker:
         from refit_transport.cluster.perturbation import perturb
 
         perturb(self._source, rank=self.rank, seed=seed)
+        self._optimizer.weights_changed()
+
+    def set_weights(self, seed: int | None) -> None:
+        """The checkpoint's weights again, perturbed by `seed` unless it is None: the same seed, the same weights."""
+        from refit_transport.cluster.megatron_model import load_checkpoint
+        from refit_transport.cluster.perturbation import perturb
+
+        load_checkpoint(self._chunks, self._source, self._folder, rank=self.rank)
+        if seed is not None:
+            perturb(self._source, rank=self.rank, seed=seed)
         self._optimizer.weights_changed()
 
     def check_replicas(self) -> None:

@@ -58,13 +58,16 @@ class ModelShape:
             ConfigError: the architecture isn't supported, or a size is missing; `source` names the file in it.
         """
         family = _family(config, source)
-        missing = [name for name in _REQUIRED if not isinstance(config.get(name), int)]
+        required = _REQUIRED + (_REQUIRED_OF_EXPERTS if family.has_experts else ())
+        missing = [name for name in required if not isinstance(config.get(name), int)]
+        if family.has_experts and not _first(config, *_EXPERT_COUNT):
+            missing.append(_EXPERT_COUNT[0])
         if missing:
             raise ConfigError(
                 source, tuple(Violation(name, str(config.get(name)), "must be an integer", "") for name in missing)
             )
         heads, hidden = config["num_attention_heads"], config["hidden_size"]
-        experts = _first(config, "num_experts", "num_local_experts") if family.has_experts else 0
+        experts = _first(config, *_EXPERT_COUNT) if family.has_experts else 0
         return cls(
             architecture=family.architecture,
             layers=config["num_hidden_layers"],
@@ -75,7 +78,7 @@ class ModelShape:
             head_dim=config.get("head_dim") or hidden // heads,
             intermediate=config["intermediate_size"],
             experts=experts,
-            moe_intermediate=config.get("moe_intermediate_size") or 0 if experts else 0,
+            moe_intermediate=config["moe_intermediate_size"] if experts else 0,
             shared_intermediate=config.get("shared_expert_intermediate_size") or 0 if experts else 0,
             moe_layers=_moe_layers(config) if experts else (),
             qk_norm=family.qk_norm,
@@ -109,6 +112,8 @@ class ModelShape:
 
 
 _REQUIRED = ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "intermediate_size")
+_REQUIRED_OF_EXPERTS = ("moe_intermediate_size", "num_experts_per_tok")
+_EXPERT_COUNT = ("num_experts", "num_local_experts")
 
 
 def _family(config: Mapping[str, Any], source: str) -> Family:

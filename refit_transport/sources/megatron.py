@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
@@ -23,6 +25,33 @@ class _Location:
     name: str
     parameter: torch.Tensor
     offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class _LiveTensors:
+    """A chunk's parameters and buffers by address.
+
+    Two parameters may share a storage (Megatron's DDP packs them), so the address tells them apart, not the storage.
+    """
+
+    addresses: tuple[int, ...]
+    named: tuple[tuple[str, torch.Tensor], ...]
+
+    @classmethod
+    def of(cls, named: Iterable[tuple[str, torch.Tensor]]) -> Self:
+        ordered = sorted(named, key=lambda pair: pair[1].data_ptr())
+        return cls(tuple(tensor.data_ptr() for _, tensor in ordered), tuple(ordered))
+
+    def locate(self, data: torch.Tensor) -> _Location | None:
+        """The tensor that `data` is a view of; None when there is none."""
+        index = bisect_right(self.addresses, data.data_ptr()) - 1
+        if index < 0:
+            return None
+        name, tensor = self.named[index]
+        distance = data.data_ptr() - tensor.data_ptr()
+        if distance >= tensor.nbytes or data.dtype != tensor.dtype or data.device != tensor.device:
+            return None
+        return _Location(name, tensor, distance // tensor.element_size())
 
 
 class MegatronSource:
@@ -46,9 +75,11 @@ class MegatronSource:
         specs: dict[str, TensorSpec] = {}
         pieces: list[Piece] = []
         for index, chunk in enumerate(self._chunks):
-            live = tuple(_named_tensors(chunk, index))
+            live = _LiveTensors.of(_named_tensors(chunk, index))
             for sharded in _sharded_tensors(chunk):
-                location = _locate(sharded.data, live, sharded.key, rank)
+                location = live.locate(sharded.data)
+                if location is None:
+                    raise LayoutError(sharded.key, rank, "a view of a live parameter or buffer", "other storage")
                 _check_flags(sharded, location.parameter, rank)
                 shard = Shard(
                     sharded.key,
@@ -96,15 +127,6 @@ def _sharded_tensors(chunk: nn.Module) -> Iterator[ShardedTensor]:
         for sharded in built if isinstance(built, list) else [built]:
             if isinstance(sharded, ShardedTensor):
                 yield sharded
-
-
-def _locate(data: torch.Tensor, live: Sequence[tuple[str, torch.Tensor]], key: str, rank: int) -> _Location:
-    for name, tensor in live:
-        distance = data.data_ptr() - tensor.data_ptr()
-        # Two parameters may share a storage (Megatron's DDP packs them), so the address decides, not the storage.
-        if 0 <= distance < tensor.nbytes and data.dtype == tensor.dtype and data.device == tensor.device:
-            return _Location(name, tensor, distance // tensor.element_size())
-    raise LayoutError(key, rank, "a view of a live parameter or buffer", "a tensor in other storage")
 
 
 def _check_flags(sharded: ShardedTensor, parameter: torch.Tensor, rank: int) -> None:

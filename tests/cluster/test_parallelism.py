@@ -12,6 +12,7 @@ from megatron_models import make_checkpoint
 
 from refit_transport.cluster.checkpoint import CheckpointReader, read_config
 from refit_transport.cluster.parallelism import MegatronParallelism, check_parallelism
+from refit_transport.cluster.perturbation import element_noise
 from refit_transport.cluster.training import TrainingWorker
 from refit_transport.errors import ConfigError, LayoutError
 from refit_transport.layout.manifest import TensorSpec
@@ -115,14 +116,32 @@ def test_shapes_of_both_config_spellings() -> None:
         "num_attention_heads": 4,
         "intermediate_size": 96,
         "moe_intermediate_size": 48,
+        "num_experts_per_tok": 2,
         "num_local_experts": 8,
         "mlp_only_layers": [5],
         "decoder_sparse_step": 2,
     }
     shape = ModelShape.from_config(config)
     assert (shape.experts, shape.kv_heads, shape.head_dim, shape.moe_layers) == (8, 4, 16, (1, 3))
-    with pytest.raises(ConfigError, match="hidden_size"):
-        ModelShape.from_config({key: value for key, value in config.items() if key != "hidden_size"})
+    for lost, name in (("hidden_size", "hidden_size"), ("num_local_experts", "num_experts")):
+        with pytest.raises(ConfigError, match=name):
+            ModelShape.from_config({key: value for key, value in config.items() if key != lost})
+
+
+def test_noise_tells_elements_tensors_and_seeds_apart() -> None:
+    spec = TensorSpec("model.layers.1.mlp.experts.up_proj.weight", (8, 48, 64), "float32")
+    noise = element_noise(spec, spec.box, seed=1)
+    assert noise.abs().max() <= 1
+    assert noise.mean().abs() < 0.02
+    assert (noise.std() - 3**-0.5).abs() < 0.02
+    others = [
+        element_noise(spec, spec.box, seed=2),
+        element_noise(replace(spec, name="model.layers.2.mlp.experts.up_proj.weight"), spec.box, seed=1),
+        *(noise.roll(1, dim) for dim in range(3)),
+    ]
+    for other in others:
+        pair = torch.stack([noise.flatten(), other.flatten()])
+        assert torch.corrcoef(pair)[0, 1].abs() < 0.03
 
 
 def test_boxes_are_read_across_experts_and_wrong_checkpoints_are_refused(tmp_path: Path) -> None:
@@ -143,6 +162,12 @@ def test_boxes_are_read_across_experts_and_wrong_checkpoints_are_refused(tmp_pat
         with pytest.raises(LayoutError, match=r"layers\.9"):
             reader.copy_into(torch.zeros(64), missing, missing.box)
     assert read_config(tmp_path)["architectures"] == ["Qwen3MoeForCausalLM"]
+    make_checkpoint(tmp_path / "split", kind="qwen3_moe", max_shard_size="200KB")
+    assert len(list((tmp_path / "split").glob("*.safetensors"))) > 1
+    with CheckpointReader(tmp_path / "split") as reader:
+        again = torch.zeros(spec.shape)
+        reader.copy_into(again, spec, spec.box)
+        assert torch.equal(again, whole)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"model\.safetensors"):
         CheckpointReader(tmp_path)

@@ -34,6 +34,10 @@ def test_bfloat16_weights_are_the_rounded_checkpoint_and_train(tmp_path: Path, t
     name = "model.layers.2.mlp.up_proj.weight"
     assert abs(tensors["trained again"][name] - tensors["perturbed"][name]).max() < 1e-3
     assert abs(tensors["trained"][name] - tensors["perturbed"][name]).max() > 1e-2
+    for stage in "AB":
+        assert_same(tensors[f"{stage} again"], tensors[stage])
+    assert_same(tensors["A"], tensors["loaded"])
+    assert all((tensors["A"][name] != tensors["B"][name]).mean() > 0.5 for name in tensors["A"])
 
 
 @pytest.mark.e2e

@@ -22,6 +22,7 @@ class Chunk(nn.Module):
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__()
+        self.first = nn.Parameter(torch.zeros(1))
         self.weight = nn.Parameter(torch.arange(64.0).reshape(8, 8))
         for name, value in attributes.items():
             setattr(self.weight, name, value)
@@ -56,10 +57,19 @@ def test_pieces_alias_the_parameter_and_follow_it() -> None:
 def test_parameters_packed_in_one_storage_are_told_apart() -> None:
     chunk = Chunk(**FLAGGED)
     packed = torch.zeros(200)
-    chunk.first = nn.Parameter(packed[:100])
+    chunk.first.data = packed[:100]
     chunk.weight.data = packed[100:164].view(8, 8)
     (buffer,) = {piece.buffer for piece in MegatronSource([chunk], MODEL).manifest(0).pieces}
     assert buffer == "0.weight"
+
+
+def test_a_neighbour_in_the_same_storage_is_not_the_parameter() -> None:
+    chunk = Chunk(**FLAGGED)
+    packed = torch.zeros(200)
+    chunk.weight.data = packed[:64].view(8, 8)
+    chunk.described = packed[100:164].view(8, 8)
+    with pytest.raises(LayoutError, match="view of a live parameter"):
+        MegatronSource([chunk], MODEL).manifest(0)
 
 
 def test_wrapped_chunks_are_unwrapped() -> None:
