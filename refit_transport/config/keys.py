@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, get_args
 
+from refit_transport.config.base import Section
 from refit_transport.config.foreign import FOREIGN_KEYS
-from refit_transport.config.schema import RefitConfig, Section
+from refit_transport.config.schema import RefitConfig
 from refit_transport.errors import Violation
 
 KeyPath = tuple[str | int, ...]

@@ -6,22 +6,20 @@ in `RefitConfig.document`, untouched. A value that depends on several keys is ch
 
 from __future__ import annotations
 
+<<<<<<< HEAD
 import re
+=======
+>>>>>>> config
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ByteSize,
-    ConfigDict,
-    Field,
-    PrivateAttr,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, PrivateAttr
 
+from refit_transport.config.base import Count, Number, Port, Section, TokenId
+from refit_transport.config.transport_settings import Ranks, RefitSettings, TransportSettings
+
+<<<<<<< HEAD
 from refit_transport.config.settings import FabricName, RefitSettings
 from refit_transport.planning.routing import RouteRule
 
@@ -53,6 +51,9 @@ class Section(BaseModel):
     @classmethod
     def _null_is_empty(cls, value: object) -> object:
         return {} if value is None else value
+=======
+Precision = Literal["float32", "bfloat16"]
+>>>>>>> config
 
 
 class Optimizer(Section):
@@ -139,6 +140,7 @@ class Vllm(Section):
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
+<<<<<<< HEAD
 class Route(Section):
     """Sends the parameters whose canonical name matches by one transport; the first route that matches decides.
 
@@ -214,6 +216,8 @@ class RefitCfg(Section):
     gather_broadcast: TransportSettings = TransportSettings()
 
 
+=======
+>>>>>>> config
 class Generation(Section):
     """`policy.generation`."""
 

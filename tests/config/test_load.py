@@ -11,7 +11,8 @@ import yaml
 
 from refit_transport.config.keys import split_foreign
 from refit_transport.config.load import config_from, load_config
-from refit_transport.config.schema import RefitConfig, Route
+from refit_transport.config.schema import RefitConfig
+from refit_transport.config.transport_settings import Route
 from refit_transport.errors import ConfigError, Violation
 from refit_transport.transports.registry import resolve
 

@@ -439,7 +439,7 @@ INDEPENDENT = [
 ]
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.sampled_from(INDEPENDENT), unique_by=lambda change: change[0]))
 def test_all_problems_are_told_at_once(violations: Any, changes: list[tuple[str, Any]]) -> None:
     expected = {path.replace("range_low", "range_high") for path, _ in changes}
