@@ -6,10 +6,6 @@ in `RefitConfig.document`, untouched. A value that depends on several keys is ch
 
 from __future__ import annotations
 
-<<<<<<< HEAD
-import re
-=======
->>>>>>> config
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any, Literal
@@ -17,43 +13,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PrivateAttr
 
 from refit_transport.config.base import Count, Number, Port, Section, TokenId
-from refit_transport.config.transport_settings import Ranks, RefitSettings, TransportSettings
-
-<<<<<<< HEAD
-from refit_transport.config.settings import FabricName, RefitSettings
+from refit_transport.config.settings import RefitSettings
+from refit_transport.config.transport_settings import NcclReshardSettings, Ranks, RefitCfg, TransportSettings
 from refit_transport.planning.routing import RouteRule
 
-Ranks = tuple[int, ...]
 Precision = Literal["float32", "bfloat16"]
-
-KIB, MIB = 1024, 1024**2
-
-
-def _not_a_flag(value: object) -> object:
-    if isinstance(value, bool):
-        raise ValueError("must be a number, not true or false")
-    return value
-
-
-Count = Annotated[int, BeforeValidator(_not_a_flag), Field(ge=1)]
-Number = Annotated[float, BeforeValidator(_not_a_flag), Field(allow_inf_nan=False)]
-Bytes = Annotated[ByteSize, BeforeValidator(_not_a_flag), Field(ge=1 * KIB)]
-Port = Annotated[int, BeforeValidator(_not_a_flag), Field(ge=1, le=65535)]
-TokenId = Annotated[int, BeforeValidator(_not_a_flag), Field(ge=0)]
-
-
-class Section(BaseModel):
-    """A block of the YAML: frozen, and strict about its keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
-
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_empty(cls, value: object) -> object:
-        return {} if value is None else value
-=======
-Precision = Literal["float32", "bfloat16"]
->>>>>>> config
 
 
 class Optimizer(Section):
@@ -140,84 +104,6 @@ class Vllm(Section):
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
-<<<<<<< HEAD
-class Route(Section):
-    """Sends the parameters whose canonical name matches by one transport; the first route that matches decides.
-
-    See `planning.routing.RouteRule` for patterns.
-    """
-
-    pattern: Annotated[str, Field(min_length=1)]
-    transport: Literal["nccl_reshard", "gather_broadcast"]
-
-    @field_validator("pattern")
-    @classmethod
-    def _compiles(cls, pattern: str) -> str:
-        try:
-            RouteRule(pattern, "")
-        except re.error as error:
-            raise ValueError(f"must be a regular expression after 're:' ({error})") from None
-        return pattern
-
-
-def _domains_form(value: object) -> object:
-    is_lists = isinstance(value, list | tuple) and all(
-        isinstance(ranks, list | tuple) and all(type(rank) is int and rank >= 0 for rank in ranks) for ranks in value
-    )
-    if not is_lists and value not in ("auto", "single", "per_role"):
-        raise ValueError("must be auto, single, per_role, or lists of refit ranks such as [[0, 1], [2, 3]]")
-    return value
-
-
-class Topology(Section):
-    """Which refit ranks share a fast domain (a host, or an NVLink island).
-
-    Refit ranks: the training ranks first, in Megatron's order, then the generation ranks, engine by engine.
-    """
-
-    # auto: one domain per host. single: all ranks in one. per_role: training ranks in one, generation ranks in another.
-    # Or lists of refit ranks that name every rank once.
-    domains: Annotated[Literal["auto", "single", "per_role"] | tuple[Ranks, ...], BeforeValidator(_domains_form)] = (
-        "auto"
-    )
-
-
-class TransportSettings(Section):
-    """`refit_cfg.gather_broadcast`, and the part of `refit_cfg.nccl_reshard` that both transports share."""
-
-    # auto: nccl where the ranks have CUDA devices, gloo elsewhere.
-    fabric: FabricName = "auto"
-    topology: Topology = Topology()
-    # Extra memory of one rank during a refit; a number of bytes or text such as "64MiB".
-    staging_bytes: Bytes = ByteSize(16 * MIB)
-    # Payload of one message at most: small tensors are packed, large ones cut. An eighth of the staging memory unless
-    # set, so that several messages are on their way at a time.
-    bucket_bytes: Bytes = Field(default_factory=lambda known: ByteSize(max(1, known["staging_bytes"] // 8)))
-    # Seconds until a rank that waits for another gives up and the refit fails.
-    timeout_s: Annotated[Number, Field(gt=0)] = 300.0
-    # What is compared after the transfer: nothing, a checksum of a sample of the boxes, or of all.
-    verify: Literal["off", "sample", "full"] = "sample"
-    commit: Literal["in_place", "staged"] = "in_place"
-
-
-class NcclReshardSettings(TransportSettings):
-    """`refit_cfg.nccl_reshard`."""
-
-    # ffn: FFN projections go shard to shard and the rest by gather_broadcast. all: everything describable does.
-    coverage: Literal["ffn", "all"] = "ffn"
-    # Decided before `coverage`.
-    routes: tuple[Route, ...] = ()
-
-
-class RefitCfg(Section):
-    """`policy.generation.refit_cfg`: settings by transport name. Those of other transports stay in the document."""
-
-    nccl_reshard: NcclReshardSettings = NcclReshardSettings()
-    gather_broadcast: TransportSettings = TransportSettings()
-
-
-=======
->>>>>>> config
 class Generation(Section):
     """`policy.generation`."""
 

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import fnmatch
 import re
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, ByteSize, Field, field_validator
 
 from refit_transport.config.base import MIB, Bytes, Number, Section
+from refit_transport.config.settings import FabricName
+from refit_transport.planning.routing import RouteRule
 
 Ranks = tuple[int, ...]
-Fabric = Literal["auto", "loopback", "gloo", "nccl", "nccl_m2n"]
-_REGEX = "re:"
 
 
 class Route(Section):
     """Sends the parameters whose canonical name matches by one transport; the first route that matches decides.
 
-    A pattern is a glob over the whole name, or with the prefix `re:` a regular expression that is searched for.
-
-    >>> Route(pattern="*.mlp.*", transport="nccl_reshard").matches("model.layers.0.mlp.up_proj.weight")
-    True
-    >>> Route(pattern="re:layers[.][02][.]", transport="gather_broadcast").matches("model.layers.1.mlp.up_proj.weight")
-    False
+    See `planning.routing.RouteRule` for patterns.
     """
 
     pattern: Annotated[str, Field(min_length=1)]
@@ -33,19 +27,10 @@ class Route(Section):
     @classmethod
     def _compiles(cls, pattern: str) -> str:
         try:
-            _compiled(pattern)
+            RouteRule(pattern, "")
         except re.error as error:
-            raise ValueError(f"must be a regular expression after {_REGEX!r} ({error})") from None
+            raise ValueError(f"must be a regular expression after 're:' ({error})") from None
         return pattern
-
-    def matches(self, name: str) -> bool:
-        return _compiled(self.pattern).search(name) is not None
-
-
-def _compiled(pattern: str) -> re.Pattern[str]:
-    if pattern.startswith(_REGEX):
-        return re.compile(pattern.removeprefix(_REGEX))
-    return re.compile(rf"\A{fnmatch.translate(pattern)}")
 
 
 def _domains_form(value: object) -> object:
@@ -74,14 +59,13 @@ class TransportSettings(Section):
     """`refit_cfg.gather_broadcast`, and the part of `refit_cfg.nccl_reshard` that both transports share."""
 
     # auto: nccl where the ranks have CUDA devices, gloo elsewhere.
-    fabric: Fabric = "auto"
+    fabric: FabricName = "auto"
     topology: Topology = Topology()
     # Extra memory of one rank during a refit; a number of bytes or text such as "64MiB".
     staging_bytes: Bytes = ByteSize(16 * MIB)
-    # Small tensors are packed into messages of this size: a quarter of the staging memory unless set.
-    bucket_bytes: Bytes = Field(default_factory=lambda known: ByteSize(max(1, known["staging_bytes"] // 4)))
-    # Large tensors are cut into pieces of this size, so that the stages overlap: 1 MiB or the bucket unless set.
-    chunk_bytes: Bytes = Field(default_factory=lambda known: ByteSize(min(MIB, known["bucket_bytes"])))
+    # Payload of one message at most: small tensors are packed, large ones cut. An eighth of the staging memory unless
+    # set, so that several messages are on their way at a time.
+    bucket_bytes: Bytes = Field(default_factory=lambda known: ByteSize(max(1, known["staging_bytes"] // 8)))
     # Seconds until a rank that waits for another gives up and the refit fails.
     timeout_s: Annotated[Number, Field(gt=0)] = 300.0
     # What is compared after the transfer: nothing, a checksum of a sample of the boxes, or of all.
@@ -98,7 +82,7 @@ class NcclReshardSettings(TransportSettings):
     routes: tuple[Route, ...] = ()
 
 
-class RefitSettings(Section):
+class RefitCfg(Section):
     """`policy.generation.refit_cfg`: settings by transport name. Those of other transports stay in the document."""
 
     nccl_reshard: NcclReshardSettings = NcclReshardSettings()

@@ -12,7 +12,6 @@ import yaml
 from refit_transport.config.keys import split_foreign
 from refit_transport.config.load import config_from, load_config
 from refit_transport.config.schema import RefitConfig
-from refit_transport.config.transport_settings import Route
 from refit_transport.errors import ConfigError, Violation
 from refit_transport.transports.registry import resolve
 
@@ -356,10 +355,12 @@ class TestConfig:
         assert accept(changes).settings.timeout_s == 1
         assert accept(changes | {f"{generation}.refit_transport": None}).settings.timeout_s == 2
 
-    def test_a_glob_covers_the_whole_name(self) -> None:
-        route = Route(pattern="*.mlp", transport="nccl_reshard")
-        assert route.matches("layers.0.mlp")
-        assert not route.matches("layers.0.mlp.up")
+    def test_routes_reach_the_ranks(self, accept: Any) -> None:
+        key = "policy.generation.refit_cfg.nccl_reshard.routes"
+        config = accept({key: [{"pattern": "*.mlp", "transport": "gather_broadcast"}]})
+        [rule] = config.refit_settings().routes
+        assert rule.matches("layers.0.mlp")
+        assert not rule.matches("layers.0.mlp.up")
 
     def test_frozen_and_picklable(self, accept: Any) -> None:
         config = accept({})
