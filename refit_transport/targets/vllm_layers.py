@@ -37,7 +37,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A module that owns parameters or buffers, and their load format."""
+    """A module with the load format of its own parameters and buffers; an attention layer may have none."""
 
     name: str
     module: nn.Module
@@ -59,7 +59,7 @@ class Layer:
 
 
 def layers_of(model: nn.Module) -> tuple[Layer, ...]:
-    """Every module of the model that owns tensors, with their load format; tied parameters share one."""
+    """Every module that owns tensors or derives some from others, with their load format; tied ones share it."""
     forms: dict[int, tuple[str, torch.Tensor]] = {}
     layers = []
     for name, module in model.named_modules():
@@ -71,7 +71,7 @@ def layers_of(model: nn.Module) -> tuple[Layer, ...]:
             if live is not None:
                 entry = forms.setdefault(id(live), entry)
             slots.append(Slot(entry[0], attribute, is_parameter, entry[1]))
-        if slots:
+        if slots or is_deferred_attention_layer(module):
             layers.append(Layer(name, module, tuple(slots)))
     return tuple(layers)
 
@@ -138,10 +138,9 @@ def place(layer: Layer, tensors: Mapping[str, torch.Tensor]) -> None:
     """Puts tensors into a layer's slots, and takes out the parameters that only exist after processing."""
     parameters, buffers = layer.module._parameters, layer.module._buffers
     formed = {slot.attribute for slot in layer.slots}
-    if any(slot.is_parameter for slot in layer.slots):
-        for attribute in [name for name in parameters if name not in formed | _NEVER_LOADED]:
-            if parameters[attribute] is not None:
-                del parameters[attribute]
+    for attribute in [name for name in parameters if name not in formed | _NEVER_LOADED]:
+        if parameters[attribute] is not None:
+            del parameters[attribute]
     for slot in layer.slots:
         if slot.attribute in tensors:
             owner: dict[str, Any] = parameters if slot.is_parameter else buffers
