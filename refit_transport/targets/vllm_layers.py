@@ -90,12 +90,12 @@ def _recorded(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
         for attribute, tensor in live.items():
             unrecorded = info is None or attribute in SKIP_TENSORS
             if tensor is not None and unrecorded and attribute not in recorded and attribute not in _NEVER_LOADED:
-                yield attribute, _as_loaded(tensor, module), is_parameter
+                yield attribute, _as_loaded(attribute, tensor, module), is_parameter
 
 
-def _as_loaded(tensor: torch.Tensor, module: nn.Module) -> torch.Tensor:
-    """A tensor that vLLM didn't record, as it was before processing, which may have cast it."""
-    dtype = getattr(module, "params_dtype", tensor.dtype) if isinstance(tensor, nn.Parameter) else tensor.dtype
+def _as_loaded(attribute: str, tensor: torch.Tensor, module: nn.Module) -> torch.Tensor:
+    """A tensor that vLLM didn't record, as it was before processing; that casts the bias of some linear layers."""
+    dtype = getattr(module, "params_dtype", tensor.dtype) if attribute == "bias" else tensor.dtype
     form = tensor.data.to(device="meta", dtype=dtype)
     form.__class__ = tensor.__class__
     form.__dict__ = tensor.__dict__.copy()
