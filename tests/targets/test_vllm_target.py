@@ -18,7 +18,7 @@ STOCK = ("dense-fp32", "dense-bf16", "moe-fp32", "moe-bf16", "tied-bf16", "bias-
 PLAIN = ("dense-fp32", "dense-bf16", "moe-fp32", "moe-bf16", "tied-bf16", "dummy-bf16")
 ALONE = [*(("stock", case) for case in STOCK), *(("plain", case) for case in PLAIN)]
 PARALLEL = ("kv1-fp32", "moe-tp-fp32", "moe-ep-fp32")
-TIMEOUT = 240
+TIMEOUT = 420
 
 
 def _start(folder, cases, *, plain, rank=0, launched=None):
