@@ -37,7 +37,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A module that owns parameters or buffers, and their load format."""
+    """A module with the load format of its own parameters and buffers; an attention layer may have none."""
 
     name: str
     module: nn.Module
@@ -59,7 +59,7 @@ class Layer:
 
 
 def layers_of(model: nn.Module) -> tuple[Layer, ...]:
-    """Every module of the model that owns tensors, with their load format; tied parameters share one."""
+    """Every module that owns tensors or derives some from others, with their load format; tied ones share it."""
     forms: dict[int, tuple[str, torch.Tensor]] = {}
     layers = []
     for name, module in model.named_modules():
@@ -71,7 +71,7 @@ def layers_of(model: nn.Module) -> tuple[Layer, ...]:
             if live is not None:
                 entry = forms.setdefault(id(live), entry)
             slots.append(Slot(entry[0], attribute, is_parameter, entry[1]))
-        if slots:
+        if slots or is_deferred_attention_layer(module):
             layers.append(Layer(name, module, tuple(slots)))
     return tuple(layers)
 
@@ -90,12 +90,12 @@ def _recorded(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
         for attribute, tensor in live.items():
             unrecorded = info is None or attribute in SKIP_TENSORS
             if tensor is not None and unrecorded and attribute not in recorded and attribute not in _NEVER_LOADED:
-                yield attribute, _as_loaded(tensor, module), is_parameter
+                yield attribute, _as_loaded(attribute, tensor, module), is_parameter
 
 
-def _as_loaded(tensor: torch.Tensor, module: nn.Module) -> torch.Tensor:
-    """A tensor that vLLM didn't record, as it was before processing, which may have cast it."""
-    dtype = getattr(module, "params_dtype", tensor.dtype) if isinstance(tensor, nn.Parameter) else tensor.dtype
+def _as_loaded(attribute: str, tensor: torch.Tensor, module: nn.Module) -> torch.Tensor:
+    """A tensor that vLLM didn't record, as it was before processing; that casts the bias of some linear layers."""
+    dtype = getattr(module, "params_dtype", tensor.dtype) if attribute == "bias" else tensor.dtype
     form = tensor.data.to(device="meta", dtype=dtype)
     form.__class__ = tensor.__class__
     form.__dict__ = tensor.__dict__.copy()
@@ -138,10 +138,9 @@ def place(layer: Layer, tensors: Mapping[str, torch.Tensor]) -> None:
     """Puts tensors into a layer's slots, and takes out the parameters that only exist after processing."""
     parameters, buffers = layer.module._parameters, layer.module._buffers
     formed = {slot.attribute for slot in layer.slots}
-    if any(slot.is_parameter for slot in layer.slots):
-        for attribute in [name for name in parameters if name not in formed | _NEVER_LOADED]:
-            if parameters[attribute] is not None:
-                del parameters[attribute]
+    for attribute in [name for name in parameters if name not in formed | _NEVER_LOADED]:
+        if parameters[attribute] is not None:
+            del parameters[attribute]
     for slot in layer.slots:
         if slot.attribute in tensors:
             owner: dict[str, Any] = parameters if slot.is_parameter else buffers

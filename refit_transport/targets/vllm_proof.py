@@ -97,7 +97,7 @@ def judge(
     problem = _form_problem(layer)
     if problem is None and checkpoint is not None:
         problem = _bytes_problem(layer, writes, zeroed, checkpoint)
-    if problem is None and layer.quant_method is not None:
+    if problem is None and (layer.quant_method is not None or layer.processes_attention):
         problem = _unproven_problem(layer, writes, checkpoint)
     if problem is not None:
         return PrivateLayer(layer.name, problem, "stage")

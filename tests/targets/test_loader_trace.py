@@ -1,5 +1,7 @@
 """The manifest of small modules whose hand-written loaders do one thing each."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -11,8 +13,6 @@ from refit_transport.layout.box import Box
 from refit_transport.layout.manifest import TensorSpec
 from refit_transport.targets.vllm_layers import layers_of, on_meta
 from refit_transport.targets.vllm_manifest import describe, trace_model
-
-W = "w.weight"
 
 
 class _Model(nn.Module):
@@ -139,7 +139,22 @@ def test_anything_but_plain_copies_arrives_whole(load, shapes, reason):
     manifest = _manifest(_Model(load, 4, 3), **shapes)
     assert manifest.pieces == ()
     assert {opaque.tensor for opaque in manifest.opaque} == set(shapes)
-    assert all(pytest.importorskip("re").search(reason, opaque.reason) for opaque in manifest.opaque)
+    assert all(re.search(reason, opaque.reason) for opaque in manifest.opaque)
+
+
+def test_a_parameter_computed_from_another_makes_the_tensors_of_both_opaque():
+    class Derived(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w, self.v = nn.Linear(3, 4, bias=False), nn.Linear(3, 4, bias=False)
+
+        def load_weights(self, weights):
+            loaded = dict(weights)
+            self.w.weight.data.copy_(loaded["a"])
+            self.v.weight.data.copy_(self.w.weight.data * 2)
+
+    manifest = _manifest(Derived(), a=(4, 3))
+    assert (manifest.pieces, [opaque.tensor for opaque in manifest.opaque]) == ((), ["a"])
 
 
 def test_one_opaque_expert_makes_its_whole_stack_opaque():

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,82 +14,74 @@ pytest.importorskip("vllm")
 pytestmark = pytest.mark.e2e
 
 SCRIPT = Path(__file__).with_name("vllm_cases.py")
-ALONE = ("dense-fp32", "dense-bf16", "moe-fp32", "moe-bf16", "tied-bf16", "bias-bf16", "dummy-bf16")
+STOCK = ("dense-fp32", "dense-bf16", "moe-fp32", "moe-bf16", "tied-bf16", "bias-bf16", "dummy-bf16")
+PLAIN = ("dense-fp32", "dense-bf16", "moe-fp32", "moe-bf16", "tied-bf16", "dummy-bf16")
+ALONE = [*(("stock", case) for case in STOCK), *(("plain", case) for case in PLAIN)]
 PARALLEL = ("kv1-fp32", "moe-tp-fp32", "moe-ep-fp32")
-TIMEOUT = 240
+TIMEOUT = 420
 
 
-def _run(folder, cases, *, plain, ranks):
-    """Runs the cases in `ranks` processes and returns each rank's results."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = os.environ | {"REFIT_TRANSPORT_VLLM_PLAIN_WEIGHTS": "1" if plain else "0"}
-    processes, files = [], [folder / f"results-{rank}.json" for rank in range(ranks)]
-    for rank, file in enumerate(files):
-        launched = {
-            "RANK": rank,
-            "LOCAL_RANK": rank,
-            "WORLD_SIZE": ranks,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-        }
-        own = environment | ({name: str(value) for name, value in launched.items()} if ranks > 1 else {})
-        log = (folder / f"log-{rank}.txt").open("w")
-        command = [sys.executable, str(SCRIPT), str(file), str(folder / f"models-{rank}"), *cases]
-        processes.append(subprocess.Popen(command, env=own, stdout=log, stderr=subprocess.STDOUT))
+def _start(folder, cases, *, plain, rank=0, launched=None):
+    environment = os.environ | {"REFIT_TRANSPORT_VLLM_PLAIN_WEIGHTS": "1" if plain else "0"} | (launched or {})
+    command = [sys.executable, str(SCRIPT), str(folder / f"{rank}.json"), str(folder / f"models-{rank}"), *cases]
+    with (folder / f"{rank}.log").open("w") as log:
+        return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+
+
+def _results(processes):
+    """What each process, by its folder and rank, has found."""
+    deadline = time.monotonic() + TIMEOUT
     try:
-        for rank, process in enumerate(processes):
-            code = process.wait(timeout=TIMEOUT)
-            assert code == 0, (folder / f"log-{rank}.txt").read_text()[-4000:]
+        for (folder, rank), process in processes.items():
+            code = process.wait(timeout=deadline - time.monotonic())
+            assert code == 0, (folder / f"{rank}.log").read_text()[-4000:]
     finally:
-        for process in processes:
+        for process in processes.values():
             process.kill()
-    return [json.loads(file.read_text()) for file in files]
+            process.wait()
+    return [json.loads((folder / f"{rank}.json").read_text()) for folder, rank in processes]
 
 
-@pytest.fixture(scope="module", params=["stock", "plain"])
-def alone(request, tmp_path_factory):
-    plain = request.param == "plain"
-    return plain, _run(tmp_path_factory.mktemp(request.param), ALONE, plain=plain, ranks=1)[0]
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    folders = {mode: tmp_path_factory.mktemp(mode) for mode in ("stock", "plain")}
+    processes = {
+        (folders["stock"], 0): _start(folders["stock"], STOCK, plain=False),
+        (folders["plain"], 0): _start(folders["plain"], PLAIN, plain=True),
+    }
+    return dict(zip(folders, _results(processes), strict=True))
 
 
 @pytest.fixture(scope="module")
 def parallel(tmp_path_factory):
-    return _run(tmp_path_factory.mktemp("parallel"), PARALLEL, plain=True, ranks=2)
+    folder = tmp_path_factory.mktemp("parallel")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    processes = {}
+    for rank in range(2):
+        launched = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+        launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        processes[folder, rank] = _start(folder, PARALLEL, plain=True, rank=rank, launched=launched)
+    return _results(processes)
 
 
-def _failed(results, *, plain):
-    """The checks that went wrong. In stock mode the dense parameters are empty, so outputs alone must tell."""
-    return [
-        name
-        for name, passed in results.items()
-        if isinstance(passed, bool)
-        and not passed
-        and name != "swapped parameters are noticed"
-        and not (not plain and name.endswith("parameters"))
-    ]
+def _failed(results):
+    return [name for name, passed in results.items() if passed is False and not name.startswith("swapped parameters")]
 
 
-@pytest.mark.parametrize("case", ALONE)
-def test_refits_equal_a_fresh_engine(alone, case):
-    plain, results = alone
-    assert _failed(results[case], plain=plain) == []
+@pytest.mark.parametrize(("mode", "case"), ALONE)
+def test_refits_equal_a_fresh_engine(alone, mode, case):
+    assert _failed(alone[mode][case]) == []
 
 
-@pytest.mark.parametrize("case", ALONE)
-def test_swapped_parameters_differ_from_the_oracle(alone, case):
-    plain, results = alone
-    if plain:
-        assert results[case]["swapped parameters are noticed"] is False
+@pytest.mark.parametrize("case", PLAIN)
+def test_swapped_gate_and_up_differ_from_the_oracle(alone, case):
+    assert alone["plain"][case]["swapped parameters are the oracle's"] is False
 
 
-def test_private_layers_are_found_by_proof(alone):
-    plain, results = alone
-    private = results["moe-bf16"]["private"]
-    if plain:
-        assert private == {}
-        return
+def test_packed_layers_are_found_by_proof(alone):
+    private = alone["stock"]["moe-fp32"]["private"]
     experts = private["model.layers.0.mlp.experts.routed_experts"]
     assert experts.startswith("stage: ")
     assert "differs from the loaded" in experts
@@ -96,17 +89,38 @@ def test_private_layers_are_found_by_proof(alone):
     assert "model.norm" not in private
 
 
-def test_without_a_checkpoint_experts_are_private(alone):
-    _, results = alone
-    private = results["dummy-bf16"]["private"]
-    assert "no checkpoint" in private["model.layers.0.mlp.experts.routed_experts"]
-    assert "model.norm" not in private
+@pytest.mark.parametrize("case", [case for case in PLAIN if case != "dummy-bf16"])
+def test_plain_weights_are_proven_live(alone, case):
+    assert alone["plain"][case]["private"] == {}
+
+
+def test_without_a_checkpoint_only_what_computes_plainly_is_live(alone):
+    experts = "model.layers.0.mlp.experts.routed_experts"
+    plain, stock = (alone[mode]["dummy-bf16"]["private"] for mode in ("plain", "stock"))
+    assert plain == {experts: "stage: there is no checkpoint to compare its weights with"}
+    assert {experts, "lm_head", "model.layers.0.self_attn.o_proj"} <= stock.keys()
+    assert "model.norm" not in stock
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("case", PARALLEL)
 def test_tensor_parallel_refits_equal_a_fresh_engine(parallel, case, rank):
     results = parallel[rank][case]
-    assert _failed(results, plain=True) == []
+    assert _failed(results) == []
     assert results["private"] == {}
-    assert results["swapped parameters are noticed"] is False or (case == "moe-ep-fp32" and rank == 1)
+    # The swapped expert lies on one rank only where experts are spread.
+    assert results["swapped parameters are the oracle's"] is (case == "moe-ep-fp32" and rank == 1)
+
+
+def test_ranks_hold_what_their_parallelism_says(parallel):
+    first, second = ([rank[case]["boxes"] for case in PARALLEL] for rank in parallel)
+    replicated, sharded, experts = 0, 1, 2
+    for kv in ("self_attn.k_proj.weight", "self_attn.v_proj.weight"):
+        assert first[replicated][kv] == second[replicated][kv] == ["[0:32, 0:128]"]
+        assert (first[sharded][kv], second[sharded][kv]) == (["[0:32, 0:128]"], ["[32:64, 0:128]"])
+    # 250 rows padded to 256: the padded rows are no elements.
+    assert first[replicated]["lm_head.weight"] == ["[0:128, 0:128]"]
+    assert second[replicated]["lm_head.weight"] == ["[128:250, 0:128]"]
+    down = "mlp.experts.down_proj.weight"
+    assert first[sharded][down] == [f"[{expert}:{expert + 1}, 0:128, 0:32]" for expert in range(8)]
+    assert second[experts][down] == [f"[{expert}:{expert + 1}, 0:128, 0:64]" for expert in range(4, 8)]
