@@ -362,6 +362,7 @@ class TestConfig:
         route = Route(pattern="*.mlp", transport="nccl_reshard")
         assert route.matches("layers.0.mlp")
         assert not route.matches("layers.0.mlp.up")
+        assert not Route(pattern="mlp.*", transport="nccl_reshard").matches("layers.0.mlp.up")
 
     def test_frozen_and_picklable(self, accept: Any) -> None:
         config = accept({})
