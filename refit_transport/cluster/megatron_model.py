@@ -21,7 +21,8 @@ from refit_transport.cluster.megatron_cpu import tied_embeddings_stay_on_cpu
 from refit_transport.cluster.parallelism import MegatronParallelism
 from refit_transport.errors import ConfigError, Violation
 from refit_transport.layout.model_shape import ModelShape
-from refit_transport.sources.megatron import MegatronSource, piece_view
+from refit_transport.sources.megatron import MegatronSource
+from refit_transport.views import piece_view
 
 
 class SequenceParallelRMSNorm(nn.RMSNorm):
