@@ -235,7 +235,8 @@ def load_checkpoint(chunks: Sequence[nn.Module], source: MegatronSource, folder:
     """
     manifest, buffers = source.manifest(rank), source.buffers()
     specs = {spec.name: spec for spec in manifest.tensors}
-    with torch.no_grad(), CheckpointReader(folder) as reader:
+    reader = CheckpointReader(folder)
+    with torch.no_grad():
         for chunk in chunks:
             for parameter in chunk.parameters():
                 parameter.zero_()

@@ -173,7 +173,7 @@ def run(name: str, folder: Path) -> dict[str, Any]:
     wanted, parameters = fresh.outputs(), fresh.parameters()
     found: dict[str, Any] = {
         "nothing is opaque": not manifest.opaque,
-        "private": {layer.layer: f"{layer.remedy}: {layer.reason}" for layer in target.private_layers},
+        "private": dict(target.private_layers()),
         "boxes": boxes(manifest),
         "manifest changes nothing": engine.outputs() == first,
     }
