@@ -21,8 +21,8 @@ PHASES = ("plan", "agree", "pack", "network", "local", "load", "verify")
 class RankReport:
     """One rank's part. `seconds` by phase; bytes are payload that really crossed the fabric on this rank.
 
-    `private_layers`: layers whose engine keeps its own weight layout, with the remedy (see `targets.vllm_proof`) and the
-    proof that failed. `verified`: boxes compared with the source.
+    `private_layers`: layers of which the engine keeps its own layout, with the remedy (see `targets.vllm_proof`) and
+    the proof that failed. `verified`: boxes compared with the source.
     """
 
     rank: int

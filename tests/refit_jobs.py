@@ -21,7 +21,7 @@ from refit_transport.cluster.workers import WorkerGroup, collect
 from refit_transport.config.settings import RefitSettings
 from refit_transport.fabrics.program import Binding
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = 300.0
 PROMPTS = ((1, 2, 3, 4, 5, 6, 7, 8), (8, 6, 4, 2, 0, 9), tuple(range(20, 40)))
 TESTS = Path(__file__).resolve().parent
 ENVIRONMENT = {
