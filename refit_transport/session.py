@@ -296,6 +296,9 @@ def _topology(channel: ControlChannel, settings: RefitSettings, deadline: Deadli
 
 
 def _fabric(channel: ControlChannel, settings: RefitSettings) -> Fabric:
+    if settings.fabric not in ("auto", "gloo"):
+        reason = f"fabric {settings.fabric!r} is not available yet: set refit_cfg's fabric to gloo or auto"
+        raise TransferError(channel.rank, -1, "connect", "", reason)
     return GlooFabric(
         channel.group_store("gloo"),
         rank=channel.rank,

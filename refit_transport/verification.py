@@ -62,5 +62,5 @@ class Verifier:
     def _checksum(self, binding: Binding, atom: int, piece: int) -> int:
         box = self._plan.box(atom)
         dtype = torch_dtype(self._plan.tensors[self._plan.tensor[atom]].wire_dtype)
-        view = binding.box_view(piece, box).to(dtype).contiguous()
+        view = binding.box_view(piece, box).to(device="cpu", dtype=dtype).contiguous()
         return zlib.crc32(view.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # a buffer it is

@@ -86,11 +86,11 @@ def running_job(config: RefitConfig) -> Iterator[RefitJob]:
 
 
 def _group(stack: contextlib.ExitStack, name: str, count: int, resources: Mapping[str, float]) -> WorkerGroup:
-    # One computing thread per rank: ranks that share cores spin against each other otherwise.
-    environment = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", "VLLM_LOGGING_LEVEL": "ERROR"}
     if "GPU" not in resources:
-        # Compiling a helper takes longer than a small job, and gains nothing on CPU.
-        environment |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+        # One computing thread per rank, because ranks that share cores spin against each other; and no compilation of
+        # vLLM's helpers, which takes longer than a small job.
+        environment |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
     group = WorkerGroup(name, count, resources=resources, environment=environment, timeout_s=START_TIMEOUT_S)
     stack.callback(group.release)
     return group

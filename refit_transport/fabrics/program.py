@@ -189,10 +189,13 @@ def _contiguous_range(
         # A gap between parcels holds alignment bytes of the message but other data of the buffer: not the same layout.
         if not view.is_contiguous() or view.dtype != dtype or view.data_ptr() != base + offset or offset != end:
             return None
+        # Message slots are host memory; what lives on a device is staged there.
+        if view.device.type != "cpu":
+            return None
         end = offset + view.numel() * dtype.itemsize
     if any(view.untyped_storage().data_ptr() != live[0].untyped_storage().data_ptr() for view in live):
         return None
     storage = live[0].untyped_storage()
-    whole = torch.empty(0, dtype=torch.uint8, device=live[0].device).set_(storage)
+    whole = torch.empty(0, dtype=torch.uint8).set_(storage)
     first = base - storage.data_ptr()
     return whole[first : first + end]
