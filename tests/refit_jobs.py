@@ -14,12 +14,12 @@ from megatron_export import export
 
 from refit_transport.cluster.generation import EngineConfig, GenerationWorker
 from refit_transport.cluster.network import LOOPBACK, PortRange
-from refit_transport.cluster.parallelism import MegatronParallelism
 from refit_transport.cluster.policy import PolicyWorker
 from refit_transport.cluster.synchronizer import RefitSynchronizer
 from refit_transport.cluster.workers import WorkerGroup, collect
 from refit_transport.config.settings import RefitSettings
 from refit_transport.fabrics.program import Binding
+from refit_transport.layout.parallelism import MegatronParallelism
 
 TIMEOUT_S = 120.0
 PROMPTS = ((1, 2, 3, 4, 5, 6, 7, 8), (8, 6, 4, 2, 0, 9), tuple(range(20, 40)))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from refit_jobs import Case, RunningCase, largest_difference, wrong_parameters
 
-from refit_transport.cluster.parallelism import MegatronParallelism as Cut
+from refit_transport.layout.parallelism import MegatronParallelism as Cut
 from refit_transport.testing.models import save_tiny_model
 
 pytestmark = pytest.mark.e2e
