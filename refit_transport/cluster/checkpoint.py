@@ -20,22 +20,6 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """The checkpoint's `config.json`.
-
-    Raises:
-        ConfigError: the folder or the file doesn't exist, or the file is no JSON object.
-    """
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(str(folder), (Violation("config.json", str(path), f"can't be read: {error}", ""),)) from error
-    if not isinstance(config, dict):
-        raise ConfigError(str(folder), (Violation("config.json", str(path), "must hold a JSON object", ""),))
-    return config
-
-
 class CheckpointReader:
     """A folder of safetensors files, opened lazily; use it as a context manager."""
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 import torch.distributed as dist
 
+from refit_transport.config.checkpoint_config import read_config
 from refit_transport.errors import AgreementError, ConfigError, Violation, WorkerError
 from refit_transport.layout.model_shape import ModelShape
 from refit_transport.layout.parallelism import MegatronParallelism, check_parallelism, padded_vocab
@@ -53,10 +54,8 @@ class TrainingWorker:
             LayoutError: model, config and checkpoint disagree.
             WorkerError: the ranks didn't find each other within the timeout.
         """
-        from refit_transport.cluster import checkpoint as files
-
         self._folder = Path(checkpoint)
-        self._config = files.read_config(self._folder)
+        self._config = read_config(self._folder)
         self._model = ModelShape.from_config(self._config, source=str(self._folder / "config.json"))
         reasons = check_parallelism(self._model, parallelism, world_size=world_size)
         if reasons:

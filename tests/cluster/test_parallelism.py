@@ -10,9 +10,10 @@ import pytest
 import torch
 from megatron_models import make_checkpoint
 
-from refit_transport.cluster.checkpoint import CheckpointReader, read_config
+from refit_transport.cluster.checkpoint import CheckpointReader
 from refit_transport.cluster.perturbation import element_noise
 from refit_transport.cluster.training import TrainingWorker
+from refit_transport.config.checkpoint_config import read_config
 from refit_transport.errors import ConfigError, LayoutError
 from refit_transport.layout.manifest import TensorSpec
 from refit_transport.layout.model_shape import ModelShape

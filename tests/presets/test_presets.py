@@ -209,6 +209,6 @@ def test_what_a_preset_cannot_know_is_refused():
     unknown = TensorSpec("model.layers.0.mixer.A_log", (4,), "float32")
     with pytest.raises(LayoutError, match=r"A_log.*without the engine"):
         vllm_manifest((unknown,), DENSE, tensor_parallel=1, dtype="float32")
+    odd = TensorSpec("model.layers.0.mlp.up_proj.weight", (6, 8), "float32")
     with pytest.raises(LayoutError, match="4 vLLM ranks divide, got 6"):
-        odd = TensorSpec("model.layers.0.mlp.up_proj.weight", (6, 8), "float32")
         vllm_manifest((odd,), DENSE, tensor_parallel=4, dtype="float32")
