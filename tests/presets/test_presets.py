@@ -125,6 +125,20 @@ def test_the_kinds_of_cut_by_hand():
     assert held["mlp.gate.weight"] == [Box.of((0, 4), (0, 8))]
 
 
+def test_ranks_that_outnumber_the_kv_heads_share_them_in_order():
+    tensors = [TensorSpec("model.layers.0.self_attn.v_proj.weight", (4, 8), "float32")]
+    manifest = vllm_manifest(tensors, DENSE, tensor_parallel=4, engines=2, first_rank=7, dtype="float32")
+    rows = [(ranked.rank, piece.box.spans[0].start) for ranked in manifest.ranks for piece in ranked.pieces]
+    assert rows == [(7, 0), (8, 0), (9, 2), (10, 2), (11, 0), (12, 0), (13, 2), (14, 2)]
+
+
+def test_experts_that_do_not_divide_go_to_the_first_ranks():
+    tensors = [TensorSpec("model.layers.0.mlp.experts.up_proj.weight", (7, 8, 8), "float32")]
+    manifest = vllm_manifest(tensors, MOE, tensor_parallel=4, expert_parallel=True, dtype="float32")
+    numbers = [[piece.box.spans[0].start for piece in ranked.pieces] for ranked in manifest.ranks]
+    assert numbers == [[0, 1], [2, 3], [4, 5], [6]]
+
+
 def test_a_tied_head_is_a_second_copy_on_the_last_stage():
     tied = replace(DENSE, tied=True)
     for cut, holders in ((MegatronParallelism(pipeline=4), {0, 3}), (MegatronParallelism(), {0, 1, 2, 3})):
