@@ -9,9 +9,10 @@ from rich.console import Group
 from rich.table import Table
 
 from refit_transport.preview import Preview, RankLoad
-from refit_transport.report import megabytes, render_summary
+from refit_transport.report import render_summary, sized
 
 _MOST_RANKS = 8
+_MOST_OF_A_SIDE = _MOST_RANKS // 2
 
 
 def render_preview(found: Preview) -> Group:
@@ -35,12 +36,14 @@ def _routes(found: Preview) -> Table:
 
 
 def _heaviest(ranks: Sequence[RankLoad]) -> Table:
+    """Of each side, those that send or receive most."""
     numbers = ("sent: network", "inside domains", "received: network", "inside domains", "staging at most")
-    chosen = sorted(ranks, key=lambda load: (-max(load.sent, load.received), load.rank))[:_MOST_RANKS]
-    table = _table(f"Heaviest ranks ({len(chosen)} of {len(ranks)})", "rank", "role", numbers=numbers)
-    for load in chosen:
-        sizes = (load.network_sent, load.local_sent, load.network_received, load.local_received, load.staging)
-        table.add_row(str(load.rank), load.role, *map(megabytes, sizes))
+    table = _table(f"Heaviest ranks of each side, of {len(ranks)}", "rank", "role", numbers=numbers)
+    for role in ("source", "target"):
+        side = [load for load in ranks if load.role == role]
+        for load in sorted(side, key=lambda load: (-max(load.sent, load.received), load.rank))[:_MOST_OF_A_SIDE]:
+            sizes = (load.network_sent, load.local_sent, load.network_received, load.local_received, load.staging)
+            table.add_row(str(load.rank), load.role, *map(sized, sizes))
     return table
 
 
@@ -51,7 +54,7 @@ def _against_old_way(ranks: Sequence[RankLoad]) -> Table:
     table = _table(title, "rank", numbers=("planned", "all by gather_broadcast", "ratio"))
     for load in chosen:
         ratio = f"{load.old_way_ratio:.2f}x" if load.received else "nothing to receive"
-        table.add_row(str(load.rank), megabytes(load.received), megabytes(load.old_way_received), ratio)
+        table.add_row(str(load.rank), sized(load.received), sized(load.old_way_received), ratio)
     return table
 
 

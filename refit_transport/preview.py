@@ -24,7 +24,8 @@ Announce = Callable[[str], None]
 
 _ENGINE_DECIDES = (
     "as far as known without the engine: a tensor that vLLM's loader can't take in parts goes by gather_broadcast, and "
-    "a layer that keeps its own weight layout is staged on its rank; both show only when the engine runs"
+    "a layer that keeps its own weight layout is staged on its rank, which takes that layer's memory once more; both "
+    "show only when the engine runs"
 )
 _ARCHITECTURES = {"dense": "Qwen3ForCausalLM", "moe": "Qwen3MoeForCausalLM"}
 

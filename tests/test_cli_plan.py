@@ -63,7 +63,7 @@ def test_a_table_for_people_and_nothing_else(tmp_path):
     assert code == 0
     for words in (
         "Bytes by transport",
-        "Heaviest ranks (4 of 4)",
+        "Heaviest ranks of each side, of 4",
         "coverage: all",
         "messages: ",
         "checked: plan and schedules deliver every element",
