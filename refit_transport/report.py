@@ -21,8 +21,8 @@ PHASES = ("plan", "agree", "pack", "network", "local", "load", "verify")
 class RankReport:
     """One rank's part. `seconds` by phase; bytes are payload that really crossed the fabric on this rank.
 
-    `private_layers`: layers whose engine keeps its own weight layout, so that they were staged and processed, with the
-    proof that failed. `verified`: boxes compared with the source.
+    `private_layers`: layers of which the engine keeps its own layout, with the remedy (see `targets.vllm_proof`) and
+    the proof that failed. `verified`: boxes compared with the source.
     """
 
     rank: int
@@ -146,7 +146,7 @@ class RefitReport:
         by_reason: dict[str, list[str]] = defaultdict(list)
         for layer, reason in self.private_layers.items():
             by_reason[reason].append(layer)
-        notes += [f"staged and processed, {reason}: {_names(layers)}" for reason, layers in by_reason.items()]
+        notes += [f"private layout, {reason}: {_names(layers)}" for reason, layers in by_reason.items()]
         return notes
 
 

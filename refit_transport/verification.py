@@ -8,10 +8,11 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from refit_transport.errors import VerificationError
-from refit_transport.fabrics.program import Binding, torch_dtype
+from refit_transport.fabrics.program import Binding
 from refit_transport.layout.manifest import Manifest
 from refit_transport.planning.plan import TransferPlan
 from refit_transport.planning.planner import plan_transfer
+from refit_transport.views import torch_dtype
 
 _SAMPLED_SHARE = 16
 

@@ -33,7 +33,7 @@ class Outcome:
 
 
 def _snapshot(worker: Any) -> Snapshot:
-    from refit_transport.sources.megatron import piece_view
+    from refit_transport.views import piece_view
 
     source = worker.source()
     manifest, buffers = source.manifest(worker.rank), source.buffers()

@@ -29,7 +29,7 @@ from refit_transport.sources.megatron_preset import megatron_manifest
 from refit_transport.targets.vllm_preset import vllm_manifest
 from refit_transport.transports.base import Job
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = 300.0
 PROMPTS = ((1, 2, 3, 4, 5, 6, 7, 8), (8, 6, 4, 2, 0, 9), tuple(range(20, 40)))
 TESTS = Path(__file__).resolve().parent
 ENVIRONMENT = {

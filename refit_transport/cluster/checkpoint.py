@@ -2,40 +2,30 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Self
 
 import torch
-from safetensors import safe_open
 
+from refit_transport.checkpoint import CheckpointFolder
 from refit_transport.errors import ConfigError, LayoutError, Violation
 from refit_transport.layout.box import Box
 from refit_transport.layout.canonical import CheckpointEntry, checkpoint_entries
 from refit_transport.layout.manifest import TensorSpec
-
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
+from refit_transport.views import box_view
 
 
 class CheckpointReader:
-    """A folder of safetensors files, opened lazily; use it as a context manager."""
+    """Copies boxes of logical tensors out of a checkpoint folder."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._files = _file_of_each_tensor(folder)
-        self._open: dict[str, Any] = {}
+        """Raises ConfigError when the folder holds no weights."""
+        try:
+            self._files = CheckpointFolder(folder)
+        except FileNotFoundError as error:
+            violation = Violation(str(folder), "no *.safetensors", "the checkpoint has no weights", "")
+            raise ConfigError(str(folder), (violation,)) from error
         # A layer's experts are many entries, and each of its pieces asks for them.
         self._entries: dict[TensorSpec, tuple[CheckpointEntry, ...]] = {}
-        self._stack = ExitStack()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
 
     def copy_into(self, view: torch.Tensor, spec: TensorSpec, box: Box) -> None:
         """Copies `spec[box]` from the checkpoint into `view`, which has the box's shape; casts to its dtype.
@@ -52,35 +42,17 @@ class CheckpointReader:
             common = entry.box.intersect(box)
             if common is None:
                 continue
-            inside = tuple(
-                slice(s.start - b.start, s.stop - b.start) for s, b in zip(common.spans, box.spans, strict=True)
-            )
-            stored = self._slice(entry)
-            index = tuple(slice(span.start, span.stop) for span in common.spans)
-            target = view[inside]
+            self._check_shape(entry)
+            target, stored = box_view(view, box, common), common
             if entry.expert is not None:
-                index, target = index[1:], target[0]
-            target.copy_(stored[index])
+                target, stored = target[0], Box(common.spans[1:])
+            target.copy_(self._files.read(entry.name, stored))
 
-    def _slice(self, entry: CheckpointEntry) -> Any:
-        file = self._files.get(entry.name)
-        if file is None:
-            raise LayoutError(entry.name, -1, f"a tensor of the checkpoint {self._folder}", "none of that name")
-        if file not in self._open:
-            self._open[file] = self._stack.enter_context(safe_open(str(self._folder / file), framework="pt"))
-        stored = self._open[file].get_slice(entry.name)
-        if tuple(stored.get_shape()) != entry.shape:
-            raise LayoutError(
-                entry.name, -1, f"shape {list(entry.shape)} (model config)", f"{stored.get_shape()} in the checkpoint"
-            )
-        return stored
-
-
-def _file_of_each_tensor(folder: Path) -> Mapping[str, str]:
-    if (folder / _INDEX).is_file():
-        weight_map: Mapping[str, str] = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
-        return weight_map
-    if not (folder / _SINGLE).is_file():
-        raise ConfigError(str(folder), (Violation(_SINGLE, "no such file", "the checkpoint has no weights", ""),))
-    with safe_open(str(folder / _SINGLE), framework="pt") as file:
-        return dict.fromkeys(file.keys(), _SINGLE)
+    def _check_shape(self, entry: CheckpointEntry) -> None:
+        shape = self._files.shape(entry.name)
+        if shape is None:
+            expected = f"a tensor of the checkpoint {self._files.folder}"
+            raise LayoutError(entry.name, -1, expected, "none of that name")
+        if shape != entry.shape:
+            expected, got = f"shape {list(entry.shape)} (model config)", f"{list(shape)} in the checkpoint"
+            raise LayoutError(entry.name, -1, expected, got)

@@ -21,7 +21,8 @@ from refit_transport.cluster.megatron_cpu import tied_embeddings_stay_on_cpu
 from refit_transport.errors import ConfigError, Violation
 from refit_transport.layout.model_shape import ModelShape
 from refit_transport.layout.parallelism import MegatronParallelism
-from refit_transport.sources.megatron import MegatronSource, piece_view
+from refit_transport.sources.megatron import MegatronSource
+from refit_transport.views import piece_view
 
 
 class SequenceParallelRMSNorm(nn.RMSNorm):
@@ -224,7 +225,8 @@ def load_checkpoint(chunks: Sequence[nn.Module], source: MegatronSource, folder:
     """
     manifest, buffers = source.manifest(rank), source.buffers()
     specs = {spec.name: spec for spec in manifest.tensors}
-    with torch.no_grad(), CheckpointReader(folder) as reader:
+    reader = CheckpointReader(folder)
+    with torch.no_grad():
         for chunk in chunks:
             for parameter in chunk.parameters():
                 parameter.zero_()

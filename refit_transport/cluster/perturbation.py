@@ -8,7 +8,8 @@ import torch
 
 from refit_transport.layout.box import Box
 from refit_transport.layout.manifest import TensorSpec
-from refit_transport.sources.megatron import MegatronSource, piece_view
+from refit_transport.sources.megatron import MegatronSource
+from refit_transport.views import piece_view
 
 # Large enough to move every log-probability far beyond rounding, small enough to keep a model trainable.
 _SCALE = 0.1

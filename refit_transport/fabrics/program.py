@@ -12,6 +12,7 @@ import torch
 from refit_transport.layout.box import Box
 from refit_transport.layout.manifest import RankManifest
 from refit_transport.scheduling.schedule import Schedule
+from refit_transport.views import box_view, piece_view, torch_dtype
 
 Kind = Literal["send", "receive", "copy"]
 
@@ -31,19 +32,11 @@ class Binding:
     def view(self, piece: int) -> torch.Tensor:
         """The strided view of a whole piece, shaped like its box, in the dtype that the manifest declares."""
         described = self.manifest.pieces[piece]
-        buffer, dtype = self.buffers[described.buffer], self.dtypes[described.tensor]
-        if buffer.dtype != dtype:
-            buffer = buffer.view(dtype)
-        return torch.as_strided(
-            buffer, described.box.shape, described.strides, buffer.storage_offset() + described.offset
-        )
+        return piece_view(described, self.buffers, dtype=self.dtypes[described.tensor])
 
     def box_view(self, piece: int, box: Box) -> torch.Tensor:
         """The strided view of a box inside a piece, shaped like the box."""
-        view, outer = self.view(piece), self.manifest.pieces[piece].box
-        for dim, (inner, around) in enumerate(zip(box.spans, outer.spans, strict=True)):
-            view = view.narrow(dim, inner.start - around.start, inner.size)
-        return view
+        return box_view(self.view(piece), self.manifest.pieces[piece].box, box)
 
     def addresses(self) -> tuple[int, ...]:
         """Where the buffers lie; when it changes, programs bound to them are void."""
@@ -85,13 +78,6 @@ class Program:
     rank: int
     operations: tuple[Operation, ...]
     window: int
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """torch's dtype of this name, such as "bfloat16"."""
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
 
 
 class SlotPool:

@@ -9,6 +9,8 @@ Environment variables that are read here, and nowhere else:
 
 from __future__ import annotations
 
+import _posixshmem
+import contextlib
 import logging
 import os
 import re
@@ -35,6 +37,7 @@ def register() -> None:
     if is_cpu:
         _permit_amx()
         _name_shared_memory_by_job()
+        _unlink_shared_memory_once_mapped()
     _register_engine()
     plain = os.environ.get(PLAIN_WEIGHTS, "")
     if plain not in ("", "0", "1"):
@@ -78,6 +81,28 @@ def _name_shared_memory_by_job() -> None:
 
     make_group_name.names_job = True  # type: ignore[attr-defined]
     owner.make_group_name = staticmethod(make_group_name)
+
+
+def _unlink_shared_memory_once_mapped() -> None:
+    """Lets a tensor parallel group's shared memory vanish with its last process, however that ends.
+
+    vLLM unlinks it only when the group is destroyed in order; a killed worker would leave its segment for ever. When
+    the group is made, every rank has mapped every segment, and the names are not needed again.
+    """
+    owner = attribute(_COMMUNICATOR, "_CPUSHMDistributed")
+    original = owner._init_cpu_shm
+    if getattr(original, "unlinks", False):
+        return
+    require_parameters(original, f"{_COMMUNICATOR}:_CPUSHMDistributed._init_cpu_shm", ("self",))
+
+    def _init_cpu_shm(self: Any) -> Any:
+        handle = original(self)
+        with contextlib.suppress(FileNotFoundError):
+            _posixshmem.shm_unlink(f"/{self.group_name}_{self.communicator.rank}")
+        return handle
+
+    _init_cpu_shm.unlinks = True  # type: ignore[attr-defined]
+    owner._init_cpu_shm = _init_cpu_shm
 
 
 def _with_job(group_name: str) -> str:

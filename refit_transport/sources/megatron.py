@@ -100,12 +100,6 @@ class MegatronSource:
         }
 
 
-def piece_view(piece: Piece, buffers: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The live elements of a piece, shaped as its box; writing to the view writes the parameter."""
-    buffer = buffers[piece.buffer]
-    return buffer.as_strided(piece.box.shape, piece.strides, buffer.storage_offset() + piece.offset)
-
-
 def _unwrap(chunk: nn.Module) -> nn.Module:
     """Megatron's DDP and Float16Module keep the model they wrap in `module`."""
     while isinstance(inner := getattr(chunk, "module", None), nn.Module):

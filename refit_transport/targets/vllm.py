@@ -15,11 +15,12 @@ import torch
 from torch import nn
 from vllm.config import set_current_vllm_config
 
+from refit_transport.checkpoint import CheckpointFolder
 from refit_transport.errors import LayoutError
 from refit_transport.layout.manifest import Opaque, RankManifest, TensorSpec
 from refit_transport.targets.vllm_layers import KernelTensors, Layer, layers_of, like, on_meta, place, process
 from refit_transport.targets.vllm_manifest import LoadedModel, describe, trace_model
-from refit_transport.targets.vllm_proof import Checkpoint, PrivateLayer, judge
+from refit_transport.targets.vllm_proof import PrivateLayer, judge
 
 
 class VllmTarget:
@@ -40,7 +41,7 @@ class VllmTarget:
 
     def private_layers(self) -> Mapping[str, str]:
         """See `targets.base.Target`; known after `manifest`."""
-        return {name: layer.reason for name, layer in (self._private or {}).items()}
+        return {name: f"{layer.remedy}: {layer.reason}" for name, layer in (self._private or {}).items()}
 
     @property
     def opaque(self) -> tuple[Opaque, ...]:
@@ -178,12 +179,12 @@ class VllmTarget:
                 expected = "weights as loaded, or a layer that processes its own"
                 raise LayoutError(layer.name, rank, expected, private[layer.name].reason)
 
-    def _checkpoint(self) -> Checkpoint | None:
+    def _checkpoint(self) -> CheckpointFolder | None:
         """The checkpoint that the engine loaded; None when it loaded none that can be read here."""
         folder = Path(self._config.model_config.model)
         if self._config.load_config.load_format == "dummy" or not folder.is_dir():
             return None
         try:
-            return Checkpoint(folder)
+            return CheckpointFolder(folder)
         except FileNotFoundError:
             return None

@@ -152,7 +152,7 @@ def _check_complete(raw: RawTrace, layers: Sequence[Layer], rank: int) -> None:
     regions: defaultdict[str, list[Region]] = defaultdict(list)
     for region in (
         *(write.region for write in raw.writes),
-        *(computed.region for computed in raw.computed if computed.sources or computed.parameters),
+        *(each.region for each in raw.computed if each.sources or each.parameters - {each.region.parameter}),
         *raw.zeroed,
     ):
         if region.view.numel:

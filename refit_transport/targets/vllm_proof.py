@@ -7,14 +7,11 @@ applied alone, its output must follow an exact change of its weight.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from safetensors import safe_open
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
@@ -22,6 +19,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
+from refit_transport.checkpoint import CheckpointFolder
+from refit_transport.layout.box import Box
 from refit_transport.targets.loader_trace import Region, Write
 from refit_transport.targets.vllm_layers import Layer
 
@@ -42,43 +41,6 @@ class PrivateLayer:
     remedy: Remedy
 
 
-class Checkpoint:
-    """The safetensors files that the engine loaded, read lazily by box and mapped as long as this object lives."""
-
-    def __init__(self, folder: Path) -> None:
-        """Raises FileNotFoundError when the folder holds no safetensors."""
-        index = folder / "model.safetensors.index.json"
-        self._files: dict[str, Path] = {}
-        self._opened: dict[Path, Any] = {}
-        if index.is_file():
-            weight_map: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
-            self._files = {name: folder / file for name, file in weight_map.items()}
-        else:
-            for file in sorted(folder.glob("*.safetensors")):
-                with safe_open(file, framework="pt") as opened:
-                    self._files.update(dict.fromkeys(opened.keys(), file))
-        if not self._files:
-            raise FileNotFoundError(f"no safetensors in {folder}")
-
-    def read(self, write: Write) -> torch.Tensor | None:
-        """The written box of the checkpoint tensor; None when the checkpoint doesn't have it in this shape."""
-        file = self._files.get(write.source)
-        if file is None:
-            return None
-        if file not in self._opened:
-            self._opened[file] = safe_open(file, framework="pt")
-        part = self._opened[file].get_slice(write.source)
-        shape = part.get_shape()
-        fits = len(shape) == len(write.box.spans) and all(
-            span.stop <= size for span, size in zip(write.box.spans, shape, strict=True)
-        )
-        if not fits:
-            return None
-        if not shape:
-            return self._opened[file].get_tensor(write.source)  # type: ignore[no-any-return]
-        return part[tuple(slice(s.start, s.stop) for s in write.box.spans)]  # type: ignore[no-any-return]
-
-
 def region_of(tensor: torch.Tensor, region: Region) -> torch.Tensor:
     """The live view that a traced region stands for."""
     offset = int(tensor.storage_offset()) + region.view.offset
@@ -87,7 +49,7 @@ def region_of(tensor: torch.Tensor, region: Region) -> torch.Tensor:
 
 @torch.no_grad()
 def judge(
-    layer: Layer, writes: Sequence[Write], zeroed: Iterable[Region], checkpoint: Checkpoint | None
+    layer: Layer, writes: Sequence[Write], zeroed: Iterable[Region], checkpoint: CheckpointFolder | None
 ) -> PrivateLayer | None:
     """None when writing the layer's parameters is all that a refit has to do.
 
@@ -122,14 +84,15 @@ def _form_problem(layer: Layer) -> str | None:
 
 
 def _bytes_problem(
-    layer: Layer, writes: Iterable[Write], zeroed: Iterable[Region], checkpoint: Checkpoint
+    layer: Layer, writes: Iterable[Write], zeroed: Iterable[Region], checkpoint: CheckpointFolder
 ) -> str | None:
     live = {slot.name: tensor for slot in layer.slots if (tensor := layer.live(slot)) is not None}
     for write in writes:
         held = region_of(live[write.region.parameter], write.region)
-        loaded = checkpoint.read(write)
-        if loaded is None:
+        shape = checkpoint.shape(write.source)
+        if shape is None or len(shape) != len(write.box.spans) or not Box.full(shape).contains(write.box):
             return f"the checkpoint lacks {write.source}{write.box} to compare {write.region.parameter} with"
+        loaded = checkpoint.read(write.source, write.box)
         if not same_bytes(held, loaded.to(device=held.device, dtype=held.dtype)):
             return f"{write.region.parameter} differs from the loaded {write.source}{write.box}"
     for region in zeroed:
@@ -143,7 +106,7 @@ def same_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
     return torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))
 
 
-def _unproven_problem(layer: Layer, writes: Iterable[Write], checkpoint: Checkpoint | None) -> str | None:
+def _unproven_problem(layer: Layer, writes: Iterable[Write], checkpoint: CheckpointFolder | None) -> str | None:
     """What keeps a layer with post-load processing from being proven, though its parameters look right."""
     written = {write.region.parameter for write in writes}
     opaque = [slot.attribute for slot in layer.slots if slot.is_parameter and slot.name not in written]

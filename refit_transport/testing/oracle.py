@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from refit_transport.fabrics.program import Binding, torch_dtype
+from refit_transport.fabrics.program import Binding
+from refit_transport.layout.box import Box
 from refit_transport.layout.manifest import Manifest, RankManifest
+from refit_transport.views import box_view, torch_dtype
 
 
 def coordinate_tensor(name: str, shape: tuple[int, ...], dtype: str, *, version: int = 0) -> torch.Tensor:
@@ -47,9 +49,7 @@ class HeldSide:
 
 def box_of(tensor: torch.Tensor, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
     """The view of one box of a full tensor."""
-    for dim, (start, size) in enumerate(zip(offset, shape, strict=True)):
-        tensor = tensor.narrow(dim, start, size)
-    return tensor
+    return box_view(tensor, Box.full(tensor.shape), Box.at(offset, shape))
 
 
 def _bind(ranked: RankManifest, tensors: Mapping[str, torch.Tensor] | None) -> Binding:

@@ -13,7 +13,7 @@ import torch
 
 from refit_transport.fabrics.base import Fabric, Spent
 from refit_transport.fabrics.deadline import Deadline
-from refit_transport.fabrics.program import Binding, Program, SlotPool, lower, torch_dtype
+from refit_transport.fabrics.program import Binding, Program, SlotPool, lower
 from refit_transport.layout.canonical import CheckpointEntry, checkpoint_entries
 from refit_transport.layout.manifest import DTYPE_BYTES, Manifest, TensorSpec
 from refit_transport.layout.wire import digest
@@ -23,6 +23,7 @@ from refit_transport.scheduling.chain import STAGING, Staged, build_chain, stage
 from refit_transport.scheduling.schedule import Schedule, Traffic, total_traffic
 from refit_transport.scheduling.topology import Topology
 from refit_transport.transports.base import Endpoint, Footprint, Job
+from refit_transport.views import torch_dtype
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,27 +148,27 @@ def test_noise_tells_elements_tensors_and_seeds_apart() -> None:
 def test_boxes_are_read_across_experts_and_wrong_checkpoints_are_refused(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, kind="qwen3_moe")
     spec = TensorSpec("model.layers.1.mlp.experts.up_proj.weight", (8, 48, 64), "float32")
-    with CheckpointReader(tmp_path) as reader:
-        whole = torch.zeros(spec.shape)
-        reader.copy_into(whole, spec, spec.box)
-        box = type(spec.box).of((2, 5), (7, 31), (0, 3))
-        some = torch.zeros(box.shape, dtype=torch.bfloat16)
-        reader.copy_into(some, spec, box)
-        assert torch.equal(some, whole[2:5, 7:31, 0:3].bfloat16())
-        assert whole.abs().sum(dim=(1, 2)).min() > 0
-        wrong = TensorSpec("model.norm.weight", (65,), "float32")
-        with pytest.raises(LayoutError, match=r"\[65\].*\[64\]"):
-            reader.copy_into(torch.zeros(65), wrong, wrong.box)
-        missing = TensorSpec("model.layers.9.input_layernorm.weight", (64,), "float32")
-        with pytest.raises(LayoutError, match=r"layers\.9"):
-            reader.copy_into(torch.zeros(64), missing, missing.box)
+    reader = CheckpointReader(tmp_path)
+    whole = torch.zeros(spec.shape)
+    reader.copy_into(whole, spec, spec.box)
+    box = type(spec.box).of((2, 5), (7, 31), (0, 3))
+    some = torch.zeros(box.shape, dtype=torch.bfloat16)
+    reader.copy_into(some, spec, box)
+    assert torch.equal(some, whole[2:5, 7:31, 0:3].bfloat16())
+    assert whole.abs().sum(dim=(1, 2)).min() > 0
+    wrong = TensorSpec("model.norm.weight", (65,), "float32")
+    with pytest.raises(LayoutError, match=r"\[65\].*\[64\]"):
+        reader.copy_into(torch.zeros(65), wrong, wrong.box)
+    missing = TensorSpec("model.layers.9.input_layernorm.weight", (64,), "float32")
+    with pytest.raises(LayoutError, match=r"layers\.9"):
+        reader.copy_into(torch.zeros(64), missing, missing.box)
     assert read_config(tmp_path)["architectures"] == ["Qwen3MoeForCausalLM"]
     make_checkpoint(tmp_path / "split", kind="qwen3_moe", max_shard_size="200KB")
     assert len(list((tmp_path / "split").glob("*.safetensors"))) > 1
-    with CheckpointReader(tmp_path / "split") as reader:
-        again = torch.zeros(spec.shape)
-        reader.copy_into(again, spec, spec.box)
-        assert torch.equal(again, whole)
+    reader = CheckpointReader(tmp_path / "split")
+    again = torch.zeros(spec.shape)
+    reader.copy_into(again, spec, spec.box)
+    assert torch.equal(again, whole)
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"model\.safetensors"):
+    with pytest.raises(ConfigError, match=r"\*\.safetensors"):
         CheckpointReader(tmp_path)

@@ -13,6 +13,7 @@ from refit_transport.config.keys import split_foreign
 from refit_transport.config.load import config_from, load_config
 from refit_transport.config.schema import RefitConfig
 from refit_transport.errors import ConfigError, Violation
+from refit_transport.planning.routing import RouteRule
 from refit_transport.transports.registry import resolve
 
 ROOT = Path(__file__).parents[2]
@@ -361,6 +362,7 @@ class TestConfig:
         [rule] = config.refit_settings().routes
         assert rule.matches("layers.0.mlp")
         assert not rule.matches("layers.0.mlp.up")
+        assert not RouteRule("mlp.*", "nccl_reshard").matches("layers.0.mlp.up")
 
     def test_frozen_and_picklable(self, accept: Any) -> None:
         config = accept({})

@@ -72,3 +72,23 @@ def test_every_rank_serves_exactly_the_policys_weights(running):
         [whole] = report.summary.whole.values()
         assert not any("_proj.weight" in name and ".mlp." in name for name in whole)
     assert largest_difference(running) <= 1e-4
+
+
+def test_stock_kernels_are_staged_and_follow(groups, tmp_path_factory):
+    """vLLM's prepacked CPU kernels: nothing is written in place, yet what is computed follows A -> B -> A -> B."""
+    case = Case("moe", MOE_CUT, tensor=2, plain_weights=False, model=TWO_LAYERS)
+    folder = save_tiny_model(tmp_path_factory.mktemp("model"), kind="moe", seed=3, **TWO_LAYERS)
+    job = RunningCase(case, Path(folder), groups["policy"], [groups["engine-tp2"]])
+    job.start()
+    for name in "AB":
+        job.policy.call("perturb", ord(name))
+        job.policy.call("remember", name)
+    for coverage, names in (("all", "ABAB"), ("ffn", "AB")):
+        synchronizer = job.synchronizer(coverage=coverage)
+        for version, name in enumerate(names, start=1):
+            job.policy.call("recall", name)
+            report = synchronizer.sync(version)
+            assert largest_difference(job) <= 1e-4
+            staged = {layer for layer, reason in report.private_layers.items() if reason.startswith("stage: ")}
+            assert {layer.rsplit(".", 1)[-1] for layer in staged} >= {"qkv_proj", "o_proj", "routed_experts"}
+    job.stop()

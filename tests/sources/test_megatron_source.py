@@ -11,7 +11,8 @@ from torch import nn
 
 from refit_transport.errors import LayoutError
 from refit_transport.layout.model_shape import ModelShape
-from refit_transport.sources.megatron import MegatronSource, piece_view
+from refit_transport.sources.megatron import MegatronSource
+from refit_transport.views import piece_view
 
 MODEL = ModelShape("Qwen3ForCausalLM", 2, 8, 12, 4, 2, 2, 6, qk_norm=True)
 KEY = "decoder.layers.self_attention.linear_qkv.weight"

@@ -174,7 +174,7 @@ def run(name: str, folder: Path) -> dict[str, Any]:
     wanted, parameters = fresh.outputs(), fresh.parameters()
     found: dict[str, Any] = {
         "nothing is opaque": not manifest.opaque,
-        "private": {name: f"{layer.remedy}: {layer.reason}" for name, layer in (target._private or {}).items()},
+        "private": dict(target.private_layers()),
         "boxes": boxes(manifest),
         "manifest": manifest_to_json(manifest),
         "config": json.loads((b.folder / "config.json").read_text()),

@@ -1,0 +1,35 @@
+"""Strided views of pieces in live buffers: where geometry meets memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from refit_transport.layout.box import Box
+from refit_transport.layout.manifest import Piece
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """torch's dtype of this name, such as "bfloat16"."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def piece_view(piece: Piece, buffers: Mapping[str, torch.Tensor], *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The live elements of a piece, shaped as its box; writing to the view writes the buffer.
+
+    `dtype` is that of the elements where the buffer is raw bytes (staging); offsets and strides count such elements.
+    """
+    buffer = buffers[piece.buffer]
+    if dtype is not None and buffer.dtype != dtype:
+        buffer = buffer.view(dtype)
+    return buffer.as_strided(piece.box.shape, piece.strides, buffer.storage_offset() + piece.offset)
+
+
+def box_view(view: torch.Tensor, around: Box, box: Box) -> torch.Tensor:
+    """The part of `view`, which shows the box `around`, that shows `box`."""
+    for dim, (inner, outer) in enumerate(zip(box.spans, around.spans, strict=True)):
+        view = view.narrow(dim, inner.start - outer.start, inner.size)
+    return view
