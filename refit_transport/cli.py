@@ -106,6 +106,23 @@ def transports(*, as_json: AsJson = False) -> None:
 
 
 @app.command()
+def plan(config: ConfigFile, *, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Show what each refit will move, from the configuration alone; nothing is started or written."""
+    checked = load(config, overrides)
+    from rich.console import Console
+
+    from refit_transport.cli_plan import render_preview
+    from refit_transport.preview import preview
+
+    with progress() as announce:
+        found = preview(checked, announce=announce)
+    if as_json:
+        print_json(found.to_json())
+    else:
+        Console(markup=False, highlight=False).print(render_preview(found))
+
+
+@app.command()
 def run(config: ConfigFile, *, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Train, refit and compare both sides, as often as `refit_run` says, on Ray."""
     checked = load(config, overrides)

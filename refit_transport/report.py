@@ -136,7 +136,7 @@ class RefitReport:
         for column in ("rank", "role", "sent", "received"):
             ranks.add_column(column, justify="right")
         for rank in self.ranks:
-            ranks.add_row(str(rank.rank), rank.role, megabytes(rank.sent_bytes), megabytes(rank.received_bytes))
+            ranks.add_row(str(rank.rank), rank.role, sized(rank.sent_bytes), sized(rank.received_bytes))
         return Group(phases, render_summary(self.summary), ranks, *self._notes())
 
     def _notes(self) -> list[str]:
@@ -157,19 +157,23 @@ def render_summary(summary: PlanSummary) -> Group:
         table.add_column(column, justify="left" if column == "transport" else "right")
     for part in summary.transports:
         sizes = (part.network_bytes, part.local_bytes, part.copied_bytes)
-        table.add_row(part.name, str(part.tensors), *(megabytes(size) for size in sizes))
+        table.add_row(part.name, str(part.tensors), *(sized(size) for size in sizes))
     table.add_section()
     local = summary.old_way_received_bytes - summary.old_way_network_bytes
-    table.add_row("all by gather_broadcast", "", megabytes(summary.old_way_network_bytes), megabytes(local), "")
+    table.add_row("all by gather_broadcast", "", sized(summary.old_way_network_bytes), sized(local), "")
     lines = [f"whole, {reason}: {_names(names)}" for reason, names in summary.whole.items()]
     if summary.unused:
         lines.append(f"not taken by any target: {_names(summary.unused)}")
     return Group(table, *lines)
 
 
-def megabytes(nbytes: int) -> str:
-    """A size for people, in units of 10^6 bytes."""
-    return f"{nbytes / 1e6:.3f} MB"
+def sized(nbytes: int) -> str:
+    """A size for people, in units of 10^6 or 10^9 bytes.
+
+    >>> sized(1_500), sized(61_064_245_248)
+    ('0.002 MB', '61.064 GB')
+    """
+    return f"{nbytes / 1e6:.3f} MB" if nbytes < 10**9 else f"{nbytes / 1e9:.3f} GB"
 
 
 def _names(names: Sequence[str], most: int = 4) -> str:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import cached_property
 from typing import Any, Self
 
 from refit_transport.config.settings import RefitSettings
@@ -19,6 +20,7 @@ from refit_transport.layout.manifest import Manifest
 from refit_transport.layout.wire import digest, manifest_from_json, manifest_to_json
 from refit_transport.planning.routing import RESHARD, Route, route_tensors
 from refit_transport.report import PlanSummary, RankReport, RefitReport
+from refit_transport.scheduling.schedule import Traffic
 from refit_transport.scheduling.topology import Topology
 from refit_transport.sources.base import Source
 from refit_transport.targets.base import Target
@@ -46,12 +48,17 @@ class RefitPlan:
         parts = (repr(self.routes), repr(self.job.settings), repr(self.job.topology))
         return digest(*parts, *(transport.digest() for transport in self.transports.values()))
 
+    @cached_property
+    def old_way(self) -> Traffic:
+        """What gathering and broadcasting every tensor would move."""
+        return GatherBroadcast(self.job, tuple(route.tensor for route in self.routes)).traffic()
+
     def summary(self) -> PlanSummary:
-        """The planned bytes beside what gathering and broadcasting every tensor would move."""
-        names = tuple(route.tensor for route in self.routes)
-        unused = [spec.name for spec in self.job.source.tensors if spec.name not in set(names)]
+        """The planned bytes beside those of `old_way`."""
+        names = {route.tensor for route in self.routes}
+        unused = [spec.name for spec in self.job.source.tensors if spec.name not in names]
         traffic = {name: transport.traffic() for name, transport in self.transports.items()}
-        return PlanSummary.of(traffic, GatherBroadcast(self.job, names).traffic(), self.routes, unused)
+        return PlanSummary.of(traffic, self.old_way, self.routes, unused)
 
     def verifier(self) -> Verifier:
         """Over all tensors that the targets describe, whatever their transport."""

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from megatron_export import export, largest_padding
 
-from refit_transport.cluster.parallelism import MegatronParallelism
 from refit_transport.errors import AgreementError
 from refit_transport.layout.manifest import RankManifest
+from refit_transport.layout.parallelism import MegatronParallelism
 
 
 @dataclass

@@ -14,12 +14,20 @@ from megatron_export import export
 
 from refit_transport.cluster.generation import EngineConfig, GenerationWorker
 from refit_transport.cluster.network import LOOPBACK, PortRange
-from refit_transport.cluster.parallelism import MegatronParallelism
 from refit_transport.cluster.policy import PolicyWorker
 from refit_transport.cluster.synchronizer import RefitSynchronizer
 from refit_transport.cluster.workers import WorkerGroup, collect
+from refit_transport.config.checkpoint_config import read_config
 from refit_transport.config.settings import RefitSettings
 from refit_transport.fabrics.program import Binding
+from refit_transport.layout.model_shape import ModelShape
+from refit_transport.layout.parallelism import MegatronParallelism
+from refit_transport.report import PlanSummary
+from refit_transport.scheduling.topology import Topology
+from refit_transport.session import RefitPlan
+from refit_transport.sources.megatron_preset import megatron_manifest
+from refit_transport.targets.vllm_preset import vllm_manifest
+from refit_transport.transports.base import Job
 
 TIMEOUT_S = 300.0
 PROMPTS = ((1, 2, 3, 4, 5, 6, 7, 8), (8, 6, 4, 2, 0, 9), tuple(range(20, 40)))
@@ -123,13 +131,32 @@ class RunningCase:
             pending.append(engine.build(GenerationWorker, [{"rank": r, **own} for r in range(engine.count)]))
         collect(pending, timeout_s=TIMEOUT_S)
 
-    def synchronizer(self, **changes: Any) -> RefitSynchronizer:
+    def settings(self, **changes: Any) -> RefitSettings:
         sources = self.policy.count
         total = sources + sum(engine.count for engine in self.engines)
         small = {"bucket_bytes": 1 << 14, "staging_bytes": 1 << 17, "timeout_s": TIMEOUT_S, "verify": "full"}
         domains = (tuple(range(sources)), tuple(range(sources, total)))
-        settings = RefitSettings(**{**small, "domains": domains, **changes})
+        return RefitSettings(**{**small, "domains": domains, **changes})
+
+    def synchronizer(self, **changes: Any) -> RefitSynchronizer:
+        settings = self.settings(**changes)
         return RefitSynchronizer(self.policy, self.engines, settings=settings, ports=PortRange(), host=LOOPBACK)
+
+    def planned(self, **changes: Any) -> PlanSummary:
+        """What presets of both sides say beforehand."""
+        case, settings = self.case, self.settings(**changes)
+        model = ModelShape.from_config(read_config(self.folder))
+        source = megatron_manifest(model, case.train, world_size=self.policy.count, dtype=case.dtype)
+        target = vllm_manifest(
+            source.tensors,
+            model,
+            tensor_parallel=case.tensor,
+            expert_parallel=case.expert_parallel,
+            engines=case.engines,
+            first_rank=self.policy.count,
+            dtype=case.dtype,
+        )
+        return RefitPlan(Job(source, target, Topology.of(settings.domains or ()), settings)).summary()
 
     def exported(self) -> dict[str, np.ndarray]:
         """The checkpoint that the policy's present weights make, by the hand-written exporter."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -14,22 +12,6 @@ from refit_transport.layout.box import Box
 from refit_transport.layout.canonical import CheckpointEntry, checkpoint_entries
 from refit_transport.layout.manifest import TensorSpec
 from refit_transport.views import box_view
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """The checkpoint's `config.json`.
-
-    Raises:
-        ConfigError: the folder or the file doesn't exist, or the file is no JSON object.
-    """
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(str(folder), (Violation("config.json", str(path), f"can't be read: {error}", ""),)) from error
-    if not isinstance(config, dict):
-        raise ConfigError(str(folder), (Violation("config.json", str(path), "must hold a JSON object", ""),))
-    return config
 
 
 class CheckpointReader:

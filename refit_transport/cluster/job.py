@@ -13,7 +13,6 @@ import ray
 
 from refit_transport.cluster.generation import EngineConfig, GenerationWorker
 from refit_transport.cluster.network import LOOPBACK, PortRange
-from refit_transport.cluster.parallelism import MegatronParallelism
 from refit_transport.cluster.policy import PolicyWorker
 from refit_transport.cluster.synchronizer import RefitSynchronizer
 from refit_transport.cluster.workers import WorkerGroup, collect
@@ -114,16 +113,7 @@ def _policy_arguments(
         "world_size": group.count,
         "init_method": f"tcp://{address}:{port}",
         "checkpoint": str(Path(config.policy.model_name).resolve()),
-        "parallelism": MegatronParallelism(
-            tensor=megatron.tensor_model_parallel_size,
-            pipeline=megatron.pipeline_model_parallel_size,
-            virtual_pipeline=megatron.virtual_pipeline_model_parallel_size or 1,
-            expert=megatron.expert_model_parallel_size,
-            expert_tensor=megatron.expert_tensor_parallel_size or 0,
-            sequence_parallel=megatron.sequence_parallel,
-            first_stage_layers=megatron.num_layers_in_first_pipeline_stage or 0,
-            last_stage_layers=megatron.num_layers_in_last_pipeline_stage or 0,
-        ),
+        "parallelism": megatron.parallelism,
         "precision": config.policy.precision,
         "learning_rate": megatron.optimizer.lr,
         "make_vocab_size_divisible_by": megatron.make_vocab_size_divisible_by,

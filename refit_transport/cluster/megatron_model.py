@@ -18,9 +18,9 @@ from torch import nn
 
 from refit_transport.cluster.checkpoint import CheckpointReader
 from refit_transport.cluster.megatron_cpu import tied_embeddings_stay_on_cpu
-from refit_transport.cluster.parallelism import MegatronParallelism
 from refit_transport.errors import ConfigError, Violation
 from refit_transport.layout.model_shape import ModelShape
+from refit_transport.layout.parallelism import MegatronParallelism
 from refit_transport.sources.megatron import MegatronSource
 from refit_transport.views import piece_view
 
@@ -47,16 +47,6 @@ def initialize_parallel_state(cut: MegatronParallelism, *, timeout_s: float) -> 
     # The model has no dropout and is filled from a checkpoint: the tracker whose `fork` does nothing is enough, and
     # the only one that needs no CUDA.
     initialize_rng_tracker(inference_rng_tracker=True)
-
-
-def padded_vocab(vocab: int, *, divisible_by: int, tensor: int) -> int:
-    """The vocabulary's rows on the Megatron side: the next multiple of `divisible_by * tensor`.
-
-    >>> padded_vocab(251, divisible_by=1, tensor=2), padded_vocab(151, divisible_by=16, tensor=2)
-    (252, 160)
-    """
-    unit = divisible_by * tensor
-    return -(-vocab // unit) * unit
 
 
 def transformer_config(

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Literal
 import torch
 import torch.distributed as dist
 
-from refit_transport.cluster.parallelism import MegatronParallelism, check_parallelism
+from refit_transport.config.checkpoint_config import read_config
 from refit_transport.errors import AgreementError, ConfigError, Violation, WorkerError
 from refit_transport.layout.model_shape import ModelShape
+from refit_transport.layout.parallelism import MegatronParallelism, check_parallelism, padded_vocab
 
 if TYPE_CHECKING:
     from refit_transport.cluster.megatron_step import MicroBatch
@@ -53,10 +54,8 @@ class TrainingWorker:
             LayoutError: model, config and checkpoint disagree.
             WorkerError: the ranks didn't find each other within the timeout.
         """
-        from refit_transport.cluster import checkpoint as files
-
         self._folder = Path(checkpoint)
-        self._config = files.read_config(self._folder)
+        self._config = read_config(self._folder)
         self._model = ModelShape.from_config(self._config, source=str(self._folder / "config.json"))
         reasons = check_parallelism(self._model, parallelism, world_size=world_size)
         if reasons:
@@ -81,7 +80,7 @@ class TrainingWorker:
         megatron_model.initialize_parallel_state(self._cut, timeout_s=timeout_s)
         dtype: torch.dtype = getattr(torch, precision)
         megatron = megatron_model.transformer_config(self._config, self._model, self._cut, dtype=dtype)
-        vocab = megatron_model.padded_vocab(self._model.vocab, divisible_by=divisible_by, tensor=self._cut.tensor)
+        vocab = padded_vocab(self._model.vocab, divisible_by=divisible_by, tensor=self._cut.tensor)
         chunks = megatron_model.build_chunks(self._config, self._model, megatron, vocab=vocab)
         # Torch's norms come in fp32; Megatron's own wrapper casts the whole model too.
         self._chunks = tuple(chunk.to(self._device, dtype) for chunk in chunks)

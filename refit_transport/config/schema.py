@@ -15,6 +15,7 @@ from pydantic import Field, PrivateAttr
 from refit_transport.config.base import Count, Number, Port, Section, TokenId
 from refit_transport.config.settings import RefitSettings
 from refit_transport.config.transport_settings import NcclReshardSettings, Ranks, RefitCfg, TransportSettings
+from refit_transport.layout.parallelism import MegatronParallelism
 from refit_transport.planning.routing import RouteRule
 
 Precision = Literal["float32", "bfloat16"]
@@ -43,6 +44,20 @@ class Megatron(Section):
     # The vocabulary is padded to a multiple of this times tensor_model_parallel_size.
     make_vocab_size_divisible_by: Count = 1
     optimizer: Optimizer = Optimizer()
+
+    @property
+    def parallelism(self) -> MegatronParallelism:
+        """The sizes as plain values."""
+        return MegatronParallelism(
+            tensor=self.tensor_model_parallel_size,
+            pipeline=self.pipeline_model_parallel_size,
+            virtual_pipeline=self.virtual_pipeline_model_parallel_size or 1,
+            expert=self.expert_model_parallel_size,
+            expert_tensor=self.expert_tensor_parallel_size or 0,
+            sequence_parallel=self.sequence_parallel,
+            first_stage_layers=self.num_layers_in_first_pipeline_stage or 0,
+            last_stage_layers=self.num_layers_in_last_pipeline_stage or 0,
+        )
 
     @property
     def sequence_ranks(self) -> int:

@@ -99,6 +99,12 @@ class SlotPool:
             self._slots[index] = torch.empty(self._slot_bytes, dtype=torch.uint8)
         return self._slots[index][:nbytes]
 
+    def most_bytes(self, schedule: Schedule, rank: int) -> int:
+        """The bytes that the rank's part of a schedule allocates at most: messages sent in place need no slot."""
+        messages = schedule.messages
+        operations = int(np.count_nonzero((messages.sender == rank) | (messages.receiver == rank)))
+        return self._slot_bytes * min(self.window, operations)
+
     @property
     def allocated(self) -> int:
         """Bytes allocated so far."""

@@ -76,8 +76,13 @@ class Box:
 
     def intersect(self, other: Box) -> Box | None:
         """The common rectangle, or None when it would be empty."""
-        spans = tuple(mine.intersect(theirs) for mine, theirs in zip(self.spans, other.spans, strict=True))
-        return None if None in spans else Box(spans)  # type: ignore[arg-type]
+        spans = []
+        for mine, theirs in zip(self.spans, other.spans, strict=True):
+            common = mine.intersect(theirs)
+            if common is None:
+                return None
+            spans.append(common)
+        return Box(tuple(spans))
 
     def contains(self, other: Box) -> bool:
         return all(

@@ -62,6 +62,11 @@ def row_major_strides(shape: Iterable[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def piece_of_its_own(tensor: str, box: Box) -> Piece:
+    """A piece that is the whole of a contiguous buffer, named after the box: for sides that no process holds yet."""
+    return Piece(tensor, box, f"{tensor}{box}", 0, row_major_strides(box.shape))
+
+
 def manifest_from_layouts(role: Role, layouts: Mapping[str, Layout], *, dtype: str) -> Manifest:
     """A side whose ranks hold each tensor as one contiguous buffer of the same name, shaped like its box."""
     pieces: dict[int, list[Piece]] = {rank: [] for layout in layouts.values() for rank in layout.mesh.ranks}

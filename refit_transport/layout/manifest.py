@@ -93,13 +93,13 @@ class RankManifest:
     opaque: tuple[Opaque, ...] = ()
 
     def __post_init__(self) -> None:
-        specs = {spec.name: spec for spec in self.tensors}
+        whole = {spec.name: spec.box for spec in self.tensors}
         for piece in self.pieces:
-            spec = specs.get(piece.tensor)
-            if spec is None:
+            box = whole.get(piece.tensor)
+            if box is None:
                 raise LayoutError(piece.tensor, self.rank, "a tensor listed in this manifest", "an unlisted name")
-            if len(spec.shape) != len(piece.box.spans) or not spec.box.contains(piece.box):
-                raise LayoutError(piece.tensor, self.rank, f"a box inside {list(spec.shape)}", str(piece.box))
+            if len(box.spans) != len(piece.box.spans) or not box.contains(piece.box):
+                raise LayoutError(piece.tensor, self.rank, f"a box inside {list(box.shape)}", str(piece.box))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 
@@ -17,11 +18,14 @@ _Owners = list[list[tuple[int, int]]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Side:
-    """What one side holds of one tensor: its distinct boxes, sorted, and who has each."""
+class HeldBoxes:
+    """What one side holds of one tensor: its distinct boxes, sorted, and the (rank, piece) pairs that have each."""
 
     boxes: tuple[Box, ...]
     owners: _Owners
+
+
+_NOTHING = HeldBoxes((), [])
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +37,40 @@ class _Geometry:
     wanting: list[list[int]]
 
 
-def plan_transfer(source: Manifest, target: Manifest, *, tensors: Iterable[str] | None = None) -> TransferPlan:
+@dataclass(frozen=True, slots=True)
+class PieceIndex:
+    """One side's boxes by tensor. Whoever plans many parts of one manifest makes it once."""
+
+    by_tensor: Mapping[str, HeldBoxes]
+
+    @classmethod
+    def of(cls, manifest: Manifest, names: Container[str] | None = None) -> Self:
+        """Of all the manifest's tensors, or of those named."""
+        found: dict[str, dict[Box, list[tuple[int, int]]]] = {}
+        for rank in manifest.ranks:
+            for index, piece in enumerate(rank.pieces):
+                if (names is None or piece.tensor in names) and piece.box.numel:
+                    found.setdefault(piece.tensor, {}).setdefault(piece.box, []).append((rank.rank, index))
+        sorted_boxes = {name: tuple(sorted(owners)) for name, owners in found.items()}
+        return cls(
+            {name: HeldBoxes(boxes, [found[name][box] for box in boxes]) for name, boxes in sorted_boxes.items()}
+        )
+
+    def of_tensor(self, name: str) -> HeldBoxes:
+        """Empty where the side holds nothing of it."""
+        return self.by_tensor.get(name, _NOTHING)
+
+
+def plan_transfer(
+    source: Manifest, target: Manifest, *, tensors: Iterable[str] | None = None, held: PieceIndex | None = None
+) -> TransferPlan:
     """Plans how the target's pieces are filled from the source's; pure and deterministic, whatever the ranks' order.
 
     Args:
         source: the side that holds the tensors.
         target: the side that needs them.
         tensors: canonical names to plan; all that the target has when None.
+        held: the source's pieces by tensor, where the caller has them.
 
     Raises:
         LayoutError: the sides disagree about a tensor's shape, or the target needs one that the source doesn't have.
@@ -60,14 +91,14 @@ def plan_transfer(source: Manifest, target: Manifest, *, tensors: Iterable[str] 
     names = {spec.name for spec in target.tensors} if tensors is None else set(tensors)
     have = {spec.name: spec for spec in source.tensors}
     pairs = [(_source_spec(have, spec), spec) for spec in target.tensors if spec.name in names]
-    held, wanted = _sides(source, names), _sides(target, names)
+    holding, wanting = PieceIndex.of(source, names) if held is None else held, PieceIndex.of(target, names)
     geometries: dict[tuple[tuple[Box, ...], tuple[Box, ...]], _Geometry] = {}
     planned, rows = [], []
     for from_spec, spec in pairs:
         planned.append(PlannedTensor(spec.name, spec.shape, from_spec.dtype, spec.dtype))
-        if spec.name not in wanted:
+        here, there = holding.of_tensor(spec.name), wanting.of_tensor(spec.name)
+        if not there.boxes:
             continue
-        here, there = held.get(spec.name, _Side((), [])), wanted[spec.name]
         key = (here.boxes, there.boxes)
         if key not in geometries:
             geometries[key] = _geometry(here, there, spec)
@@ -84,16 +115,7 @@ def _source_spec(have: dict[str, TensorSpec], spec: TensorSpec) -> TensorSpec:
     return found
 
 
-def _sides(manifest: Manifest, names: set[str]) -> dict[str, _Side]:
-    owners: dict[str, dict[Box, list[tuple[int, int]]]] = {}
-    for rank in manifest.ranks:
-        for index, piece in enumerate(rank.pieces):
-            if piece.tensor in names and piece.box.numel:
-                owners.setdefault(piece.tensor, {}).setdefault(piece.box, []).append((rank.rank, index))
-    return {name: _Side(tuple(sorted(boxes)), [boxes[box] for box in sorted(boxes)]) for name, boxes in owners.items()}
-
-
-def _geometry(source: _Side, target: _Side, spec: TensorSpec) -> _Geometry:
+def _geometry(source: HeldBoxes, target: HeldBoxes, spec: TensorSpec) -> _Geometry:
     dims = len(spec.shape)
     held, wanted = boxes_to_array(source.boxes, dims), boxes_to_array(target.boxes, dims)
     atoms = intersect(atoms_of(held), atoms_of(wanted)).boxes

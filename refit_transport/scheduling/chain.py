@@ -13,7 +13,7 @@ from refit_transport.layout.box import Box
 from refit_transport.layout.layout import row_major_strides
 from refit_transport.layout.manifest import DTYPE_BYTES, Manifest, Piece, RankManifest, TensorSpec
 from refit_transport.planning.plan import TransferPlan
-from refit_transport.planning.planner import plan_transfer
+from refit_transport.planning.planner import PieceIndex, plan_transfer
 from refit_transport.scheduling.schedule import Parcels, Schedule
 from refit_transport.scheduling.scheduler import ALIGNMENT, Draft, Leg, assemble
 from refit_transport.scheduling.topology import Topology
@@ -56,12 +56,14 @@ def build_chain(
     chain: Sequence[int],
     topology: Topology,
     chunk_bytes: int,
+    held: PieceIndex | None = None,
 ) -> tuple[Schedule, Manifest]:
     """Gathers the boxes at source rank `root` and passes them from rank to rank along `chain`, chunk after chunk.
 
     Returns the schedule and the manifest of the staging buffers that it fills (those of `root` and of every rank of
     `chain`); pieces are slabs of at most `chunk_bytes` in the buffer named "staging", whose elements are of the box's
-    dtype, so offsets count from a view of that dtype.
+    dtype, so offsets count from a view of that dtype. `held` are the source's pieces by tensor, where the caller has
+    them.
 
     Raises:
         PlanError: no source rank holds some part of a box.
@@ -69,7 +71,7 @@ def build_chain(
     slabs = tuple(piece for item in staged for piece in _slabs(item, chunk_bytes))
     specs = tuple({item.tensor.name: item.tensor for item in staged}.values())
     staging = Manifest.of(RankManifest(rank, "target", specs, slabs) for rank in (root, *chain))
-    plan = plan_transfer(source, Manifest.of([staging.ranks[_index(staging, root)]]))
+    plan = plan_transfer(source, Manifest.of([staging.ranks[_index(staging, root)]]), held=held)
     nbytes = [*plan.nbytes().tolist(), *(_slab_bytes(slab, specs) for slab in slabs)]
     legs = _gather(plan, root)
     drafts = _pass_on(legs, nbytes[len(plan) :], first_parcel=len(plan), ranks=(root, *chain), chunk_bytes=chunk_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,6 +26,11 @@ class Job:
     topology: Topology
     settings: RefitSettings
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All refit ranks, ascending."""
+        return tuple(sorted(ranked.rank for side in (self.source, self.target) for ranked in side.ranks))
+
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
@@ -44,6 +50,14 @@ class Endpoint:
         return None if self.target is None else Binding.of(self.manifest, self.target.buffers())
 
 
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What a transport needs for one refit: messages of all ranks, and extra memory of each rank, in bytes at most."""
+
+    messages: int
+    staging_bytes: Mapping[int, int]
+
+
 class Transport(Protocol):
     """Constructed on every rank with the same job and tensors: `Class(job, tensors)`; that part is pure.
 
@@ -59,6 +73,16 @@ class Transport(Protocol):
 
     def traffic(self) -> Traffic:
         """The payload bytes that one refit moves, by rank."""
+
+    def check(self) -> None:
+        """Proves from the manifests that every element is delivered once. Slow; for previews and tests.
+
+        Raises:
+            PlanError: naming tensor, box and rank.
+        """
+
+    def footprint(self) -> Footprint:
+        """What one refit needs besides the weights themselves."""
 
     def run(self, endpoint: Endpoint, fabric: Fabric, *, deadline: Deadline) -> Spent:
         """Delivers once. Collective: every rank of the job calls it, between its target's `begin` and `finish`."""

@@ -18,10 +18,11 @@ from refit_transport.layout.canonical import CheckpointEntry, checkpoint_entries
 from refit_transport.layout.manifest import DTYPE_BYTES, Manifest, TensorSpec
 from refit_transport.layout.wire import digest
 from refit_transport.planning.plan import PlannedTensor
+from refit_transport.planning.planner import PieceIndex
 from refit_transport.scheduling.chain import STAGING, Staged, build_chain, stage, staged_bytes
 from refit_transport.scheduling.schedule import Schedule, Traffic, total_traffic
 from refit_transport.scheduling.topology import Topology
-from refit_transport.transports.base import Endpoint, Job
+from refit_transport.transports.base import Endpoint, Footprint, Job
 from refit_transport.views import torch_dtype
 
 
@@ -42,10 +43,12 @@ class GatherBroadcast:
     """
 
     def __init__(self, job: Job, tensors: tuple[str, ...]) -> None:
+        self._job = job
         half = job.settings.staging_bytes // 2
         chain = _chain(job.target, job.topology)
         groups = _split(_wire_specs(job, set(tensors)), most_bytes=half)
-        self._buckets = tuple(_bucket(job, entries, chain) for entries in groups)
+        held = PieceIndex.of(job.source, set(tensors))
+        self._buckets = tuple(_bucket(job, held, entries, chain) for entries in groups)
         self._pool = SlotPool([bucket.schedule for bucket in self._buckets], staging_bytes=half)
         self._staging_bytes = max((staged_bytes(bucket.staged) for bucket in self._buckets), default=0)
         self._staging = torch.empty(0, dtype=torch.uint8)
@@ -59,6 +62,21 @@ class GatherBroadcast:
     def traffic(self) -> Traffic:
         """See `Transport.traffic`."""
         return total_traffic(bucket.schedule.traffic() for bucket in self._buckets)
+
+    def check(self) -> None:
+        """See `Transport.check`: every chain rank's staging buffer receives each bucket whole."""
+        for bucket in self._buckets:
+            bucket.schedule.check(self._job.source, bucket.staging)
+
+    def footprint(self) -> Footprint:
+        """See `Transport.footprint`. Slots serve one bucket after the other."""
+        schedules = [bucket.schedule for bucket in self._buckets]
+        slots = {
+            rank: max((self._pool.most_bytes(schedule, rank) for schedule in schedules), default=0)
+            for rank in self._job.ranks
+        }
+        total = {rank: self._staging_bytes + slot_bytes for rank, slot_bytes in slots.items()}
+        return Footprint(sum(len(schedule.messages) for schedule in schedules), total)
 
     def run(self, endpoint: Endpoint, fabric: Fabric, *, deadline: Deadline) -> Spent:
         """See `Transport.run`. Targets load each bucket before they take the next."""
@@ -117,30 +135,33 @@ def _split(specs: Iterator[TensorSpec], *, most_bytes: int) -> Iterator[tuple[tu
         yield tuple(group)
 
 
-def _bucket(job: Job, entries: Sequence[tuple[TensorSpec, CheckpointEntry]], chain: tuple[int, ...]) -> _Bucket:
+def _bucket(
+    job: Job, held: PieceIndex, entries: Sequence[tuple[TensorSpec, CheckpointEntry]], chain: tuple[int, ...]
+) -> _Bucket:
     staged = stage([(spec, entry.box) for spec, entry in entries])
     schedule, staging = build_chain(
         job.source,
         staged,
-        root=_root(job.source, staged),
+        root=_root(held, staged),
         chain=chain,
         topology=job.topology,
         chunk_bytes=job.settings.bucket_bytes,
+        held=held,
     )
     return _Bucket(tuple(entry for _, entry in entries), staged, schedule, staging)
 
 
-def _root(source: Manifest, staged: Sequence[Staged]) -> int:
+def _root(held: PieceIndex, staged: Sequence[Staged]) -> int:
     """The source rank that already holds most of the bucket; the lowest of equals."""
-    held: dict[int, int] = defaultdict(int)
-    wanted = defaultdict(list)
+    elements: dict[int, int] = defaultdict(int)
     for item in staged:
-        wanted[item.tensor.name].append(item.box)
-    for ranked in source.ranks:
-        for piece in ranked.pieces:
-            parts = (piece.box.intersect(box) for box in wanted.get(piece.tensor, ()))
-            held[ranked.rank] += sum(part.numel for part in parts if part is not None)
-    return max(held, key=lambda rank: (held[rank], -rank))
+        found = held.of_tensor(item.tensor.name)
+        for box, owners in zip(found.boxes, found.owners, strict=True):
+            common = box.intersect(item.box)
+            if common is not None:
+                for rank, _ in owners:
+                    elements[rank] += common.numel
+    return max(elements, key=lambda rank: (elements[rank], -rank))
 
 
 def _tensors(bucket: _Bucket, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

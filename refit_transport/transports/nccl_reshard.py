@@ -8,15 +8,16 @@ from refit_transport.fabrics.program import Program, SlotPool, lower
 from refit_transport.planning.planner import plan_transfer
 from refit_transport.scheduling.schedule import Traffic
 from refit_transport.scheduling.scheduler import build_schedule
-from refit_transport.transports.base import Endpoint, Job
+from refit_transport.transports.base import Endpoint, Footprint, Job
 
 
 class NcclReshard:
     """One plan and one schedule for all its tensors; programs are bound once and again only when buffers move."""
 
     def __init__(self, job: Job, tensors: tuple[str, ...]) -> None:
-        plan = plan_transfer(job.source, job.target, tensors=tensors)
-        self._schedule = build_schedule(plan, job.topology, bucket_bytes=job.settings.bucket_bytes)
+        self._job = job
+        self._plan = plan_transfer(job.source, job.target, tensors=tensors)
+        self._schedule = build_schedule(self._plan, job.topology, bucket_bytes=job.settings.bucket_bytes)
         self._pool = SlotPool([self._schedule], staging_bytes=job.settings.staging_bytes)
         self._program: Program | None = None
         self._addresses: tuple[int, ...] = ()
@@ -28,6 +29,16 @@ class NcclReshard:
     def traffic(self) -> Traffic:
         """See `Transport.traffic`."""
         return self._schedule.traffic()
+
+    def check(self) -> None:
+        """See `Transport.check`."""
+        self._plan.check(self._job.source, self._job.target)
+        self._schedule.check(self._job.source, self._job.target)
+
+    def footprint(self) -> Footprint:
+        """See `Transport.footprint`."""
+        slots = {rank: self._pool.most_bytes(self._schedule, rank) for rank in self._job.ranks}
+        return Footprint(len(self._schedule.messages), slots)
 
     def run(self, endpoint: Endpoint, fabric: Fabric, *, deadline: Deadline) -> Spent:
         """See `Transport.run`."""

@@ -18,10 +18,13 @@ from megatron_models import (
     train_model,
 )
 from megatron_ranks import full_life
+from preset_checks import contents
 from rank_pool import RankPool
 
-from refit_transport.cluster.parallelism import MegatronParallelism
+from refit_transport.layout.manifest import Manifest
 from refit_transport.layout.model_shape import ModelShape
+from refit_transport.layout.parallelism import MegatronParallelism
+from refit_transport.sources.megatron_preset import megatron_manifest
 
 LEARNING_RATE = 1e-3
 
@@ -98,6 +101,14 @@ def test_a_layout_holds_trains_and_describes_the_checkpoint(
         options={"learning_rate": LEARNING_RATE, **case.options},
     )
 
+    preset = megatron_manifest(
+        shape,
+        case.parallelism,
+        world_size=case.ranks,
+        dtype="float32",
+        make_vocab_size_divisible_by=case.options.get("make_vocab_size_divisible_by", 1),
+    )
+    assert contents(preset) == contents(Manifest.of(outcome.snapshots["loaded"].manifest for outcome in outcomes))
     tensors = check_weights(outcomes, shape, dtype="float32")
     assert_same(tensors["loaded"], {name: value.numpy() for name, value in checkpoint_tensors(folder).items()})
     assert _largest(outcomes[0].logprobs["loaded"], model_logprobs(model, prompts)) <= 1e-5

@@ -10,13 +10,14 @@ import pytest
 import torch
 from megatron_models import make_checkpoint
 
-from refit_transport.cluster.checkpoint import CheckpointReader, read_config
-from refit_transport.cluster.parallelism import MegatronParallelism, check_parallelism
+from refit_transport.cluster.checkpoint import CheckpointReader
 from refit_transport.cluster.perturbation import element_noise
 from refit_transport.cluster.training import TrainingWorker
+from refit_transport.config.checkpoint_config import read_config
 from refit_transport.errors import ConfigError, LayoutError
 from refit_transport.layout.manifest import TensorSpec
 from refit_transport.layout.model_shape import ModelShape
+from refit_transport.layout.parallelism import MegatronParallelism, check_parallelism
 
 DENSE = ModelShape("Qwen3ForCausalLM", 4, 64, 251, 4, 2, 16, 96, qk_norm=True)
 MOE = replace(DENSE, experts=8, moe_intermediate=48, moe_layers=(0, 1, 2, 3))

@@ -12,10 +12,10 @@ from megatron_models import checkpoint_tensors, make_checkpoint, sequences
 from megatron_ranks import hang, narrow_weights, tamper, uneven_deal
 from rank_pool import RankPool, free_port
 
-from refit_transport.cluster.parallelism import MegatronParallelism
 from refit_transport.cluster.training import TrainingWorker
 from refit_transport.errors import WorkerError
 from refit_transport.layout.model_shape import ModelShape
+from refit_transport.layout.parallelism import MegatronParallelism
 
 SHAPE = ModelShape("Qwen3ForCausalLM", 4, 64, 256, 4, 2, 16, 96, qk_norm=True)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from refit_jobs import Case, RunningCase, largest_difference, wrong_parameters
 
-from refit_transport.cluster.parallelism import MegatronParallelism as Cut
+from refit_transport.layout.parallelism import MegatronParallelism as Cut
 from refit_transport.testing.models import save_tiny_model
 
 pytestmark = pytest.mark.e2e
@@ -49,6 +49,7 @@ def test_every_rank_serves_exactly_the_policys_weights(running):
     assert all(not np.array_equal(versions["A"][name], versions["B"][name]) for name in versions["A"])
 
     synchronizer = running.synchronizer(coverage="all")
+    planned = running.planned(coverage="all")
     for version, name in enumerate("ABAB", start=1):
         running.policy.call("recall", name)
         report = synchronizer.sync(version)
@@ -56,6 +57,9 @@ def test_every_rank_serves_exactly_the_policys_weights(running):
         assert largest_difference(running) <= 1e-4
         assert report.version == version
         assert report.summary.whole == {}
+        assert report.summary == planned
+        received = {rank.rank: rank.received_bytes for rank in report.ranks if rank.received_bytes}
+        assert received == planned.received_by_rank
         assert report.summary.network_bytes < report.summary.old_way_received_bytes
         assert sum(rank.verified for rank in report.ranks) > 0
 
@@ -64,6 +68,7 @@ def test_every_rank_serves_exactly_the_policys_weights(running):
         running.policy.call("recall", name)
         report = synchronizer.sync(version)
         assert wrong_parameters(running, versions[name]) == []
+        assert report.summary == running.planned(coverage="ffn")
         [whole] = report.summary.whole.values()
         assert not any("_proj.weight" in name and ".mlp." in name for name in whole)
     assert largest_difference(running) <= 1e-4

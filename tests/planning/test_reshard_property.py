@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 from refit_transport.errors import PlanError
 from refit_transport.fabrics.loopback import run_all
 from refit_transport.fabrics.program import SlotPool, lower
+from refit_transport.layout.layout import Layout, manifest_from_layouts
 from refit_transport.layout.manifest import Manifest
+from refit_transport.layout.mesh import Mesh
+from refit_transport.layout.placement import Replicate, Shard
 from refit_transport.planning.plan import Holdings, TransferPlan
 from refit_transport.planning.planner import plan_transfer
 from refit_transport.scheduling.schedule import Legs, Schedule
@@ -113,3 +116,17 @@ def test_a_dropped_or_doubled_leg_is_found(case, data):
         legs = Legs(*(getattr(schedule.legs, name)[rows] for name in Legs.__slots__))
         with pytest.raises(PlanError):
             Schedule(schedule.parcels, legs, schedule.messages).check(source, target)
+
+
+def test_an_element_delivered_twice_does_not_make_up_for_a_missing_one():
+    rows = Layout((4, 2), Mesh.of(tp=2), (Shard(0),))
+    source = manifest_from_layouts("source", {"w": rows}, dtype="uint8")
+    target = manifest_from_layouts(
+        "target", {"w": Layout((4, 2), Mesh.of(first_rank=2, dp=1), (Replicate(),))}, dtype="uint8"
+    )
+    plan = plan_transfer(source, target)
+    plan.check(source, target)
+    first = np.array([0, 0])
+    doubled = dataclasses.replace(plan, lo=plan.lo[first], hi=plan.hi[first], holders=plan.holders.take(first))
+    with pytest.raises(PlanError, match="is delivered by nobody"):
+        doubled.check(source, target)

@@ -1,6 +1,7 @@
 """Whole sessions over real sockets, with plain tensors on both sides."""
 
 import pytest
+import torch
 
 from refit_transport.config.settings import RefitSettings
 from refit_transport.errors import AgreementError, LayoutError, TransferError, VerificationError, VersionError
@@ -114,6 +115,25 @@ def test_weights_follow_a_b_a_b_under_every_route(changes, whole):
     others = SHAPES.keys() - set(EXPERTS)
     expected = {0: set(), 3: others, 5: others | experts}[whole]
     assert all(set(t.loaded) == expected for t in targets)
+
+
+@pytest.mark.parametrize("coverage", ["ffn", "all"])
+def test_a_refit_checks_out_and_stays_in_its_footprint(coverage):
+    cluster = Cluster(settings(coverage=coverage))
+
+    def rank_main(channel):
+        session = cluster.prepare(channel)
+        session.run(1)
+        used = []
+        for transport in session.plan.transports.values():
+            transport.check()
+            staging = getattr(transport, "_staging", torch.empty(0))
+            used.append(transport._pool.allocated + staging.nbytes)
+            assert used[-1] <= transport.footprint().staging_bytes[channel.rank]
+        session.close()
+        return sum(used)
+
+    assert max(run_ranks(WORLD, rank_main)) > 0
 
 
 def test_each_byte_enters_a_domain_once_and_the_old_way_moves_more():

@@ -9,6 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
+from preset_checks import contents
+
+from refit_transport.layout.manifest import Manifest, TensorSpec
+from refit_transport.layout.model_shape import ModelShape
+from refit_transport.layout.wire import manifest_from_json
+from refit_transport.targets.vllm_preset import vllm_manifest
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.e2e
@@ -113,6 +119,31 @@ def test_tensor_parallel_refits_equal_a_fresh_engine(parallel, case, rank):
     assert results["private"] == {}
     # The swapped expert lies on one rank only where experts are spread.
     assert results["swapped parameters are the oracle's"] is (case == "moe-ep-fp32" and rank == 1)
+
+
+def _assert_preset_agrees(results, *, tensor_parallel, expert_parallel=False):
+    """`results` of one case on all ranks: the preset is what the trace of the loader found."""
+    traced = Manifest.of(manifest_from_json(found["manifest"]) for found in results)
+    source = [TensorSpec(name, tuple(shape), dtype) for name, shape, dtype in results[0]["source"]]
+    preset = vllm_manifest(
+        source,
+        ModelShape.from_config(results[0]["config"]),
+        tensor_parallel=tensor_parallel,
+        expert_parallel=expert_parallel,
+        dtype=traced.tensors[0].dtype,
+    )
+    assert contents(preset) == contents(traced)
+
+
+# Biases on every attention projection are of no architecture that a preset knows.
+@pytest.mark.parametrize(("mode", "case"), [pair for pair in ALONE if pair[1] != "bias-bf16"])
+def test_a_preset_is_what_one_rank_loads(alone, mode, case):
+    _assert_preset_agrees([alone[mode][case]], tensor_parallel=1)
+
+
+@pytest.mark.parametrize("case", PARALLEL)
+def test_a_preset_is_what_two_ranks_load(parallel, case):
+    _assert_preset_agrees([rank[case] for rank in parallel], tensor_parallel=2, expert_parallel=case == "moe-ep-fp32")
 
 
 def test_ranks_hold_what_their_parallelism_says(parallel):

@@ -32,6 +32,7 @@ from vllm import LLM, SamplingParams
 from refit_transport.errors import LayoutError
 from refit_transport.layout.canonical import canonical_name
 from refit_transport.layout.manifest import RankManifest, TensorSpec
+from refit_transport.layout.wire import manifest_to_json
 from refit_transport.targets.vllm import VllmTarget
 from refit_transport.testing.models import save_tiny_model
 
@@ -175,6 +176,9 @@ def run(name: str, folder: Path) -> dict[str, Any]:
         "nothing is opaque": not manifest.opaque,
         "private": dict(target.private_layers()),
         "boxes": boxes(manifest),
+        "manifest": manifest_to_json(manifest),
+        "config": json.loads((b.folder / "config.json").read_text()),
+        "source": [[spec.name, spec.shape, spec.dtype] for spec in b.specs()],
         "manifest changes nothing": engine.outputs() == first,
     }
 

@@ -37,6 +37,60 @@ class MegatronParallelism:
         return self.expert_tensor or self.tensor
 
 
+@dataclass(frozen=True, slots=True)
+class MegatronPlace:
+    """Where a rank stands: its index in its tensor, expert-tensor and expert group, and its pipeline stage."""
+
+    tensor: int
+    expert_tensor: int
+    expert: int
+    stage: int
+
+
+def place_of(rank: int, cut: MegatronParallelism, *, world_size: int) -> MegatronPlace:
+    """A rank's place under Megatron's order of ranks, `tp-cp-ep-dp-pp`.
+
+    Stages are outermost. Inside a stage the tensor index changes fastest for dense weights, and for experts the
+    expert-tensor index, then the expert index. Context and data parallelism only add replicas.
+
+    >>> place_of(5, MegatronParallelism(tensor=2, pipeline=2, expert=2, expert_tensor=1), world_size=8)
+    MegatronPlace(tensor=1, expert_tensor=0, expert=1, stage=1)
+    """
+    stage, inner = divmod(rank, world_size // cut.pipeline)
+    over = cut.experts_over
+    return MegatronPlace(inner % cut.tensor, inner % over, inner // over % cut.expert, stage)
+
+
+def stage_layers(layers: int, cut: MegatronParallelism) -> tuple[tuple[int, ...], ...]:
+    """The layers of each pipeline stage, ascending: numbered chunk by chunk, and inside a chunk stage by stage.
+
+    >>> stage_layers(8, MegatronParallelism(pipeline=2, virtual_pipeline=2))
+    ((0, 1, 4, 5), (2, 3, 6, 7))
+    >>> stage_layers(5, MegatronParallelism(pipeline=2, last_stage_layers=1))
+    ((0, 1, 2, 3), (4,))
+    """
+    sizes = [cut.first_stage_layers, *(0 for _ in range(cut.pipeline - 2)), cut.last_stage_layers]
+    sizes = sizes if cut.pipeline > 1 else [layers]
+    even = sizes.count(0)
+    share = (layers - sum(sizes)) // even if even else 0
+    numbers = iter(range(layers))
+    held: list[list[int]] = [[] for _ in sizes]
+    for _ in range(cut.virtual_pipeline):
+        for stage, size in enumerate(sizes):
+            held[stage] += [next(numbers) for _ in range((size or share) // cut.virtual_pipeline)]
+    return tuple(map(tuple, held))
+
+
+def padded_vocab(vocab: int, *, divisible_by: int, tensor: int) -> int:
+    """The vocabulary's rows on the Megatron side: the next multiple of `divisible_by * tensor`.
+
+    >>> padded_vocab(251, divisible_by=1, tensor=2), padded_vocab(151, divisible_by=16, tensor=2)
+    (252, 160)
+    """
+    unit = divisible_by * tensor
+    return -(-vocab // unit) * unit
+
+
 def check_parallelism(model: ModelShape, parallelism: MegatronParallelism, *, world_size: int) -> tuple[str, ...]:
     """Every reason why this model can't run so on this many ranks; empty when it can.
 

@@ -1,0 +1,203 @@
+"""What a configuration's refits will move, planned from presets: no worker, engine or GPU is started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from refit_transport.config.checkpoint_config import read_config
+from refit_transport.config.schema import RefitConfig
+from refit_transport.layout.manifest import Role
+from refit_transport.layout.model_shape import ModelShape
+from refit_transport.planning.routing import Route
+from refit_transport.report import PlanSummary
+from refit_transport.scheduling.schedule import Traffic, total_traffic
+from refit_transport.scheduling.topology import Topology
+from refit_transport.session import RefitPlan
+from refit_transport.sources.megatron_preset import megatron_manifest
+from refit_transport.targets.vllm_preset import vllm_manifest
+from refit_transport.transports.base import Footprint, Job
+
+Announce = Callable[[str], None]
+
+_ENGINE_DECIDES = (
+    "as far as known without the engine: a tensor that vLLM's loader can't take in parts goes by gather_broadcast, and "
+    "a layer that keeps its own weight layout is staged on its rank, which takes that layer's memory once more; both "
+    "show only when the engine runs"
+)
+_ARCHITECTURES = {"dense": "Qwen3ForCausalLM", "moe": "Qwen3MoeForCausalLM"}
+
+
+@dataclass(frozen=True, slots=True)
+class RankLoad:
+    """One rank's bytes in each refit: payload over the network and inside its domain, and extra memory at most.
+
+    `old_way_received` is what the rank would receive if every tensor were gathered and broadcast.
+    """
+
+    rank: int
+    role: Role
+    network_sent: int
+    network_received: int
+    local_sent: int
+    local_received: int
+    old_way_received: int
+    staging: int
+
+    @property
+    def sent(self) -> int:
+        return self.network_sent + self.local_sent
+
+    @property
+    def received(self) -> int:
+        return self.network_received + self.local_received
+
+    @property
+    def old_way_ratio(self) -> float:
+        """How many times the planned bytes the old way would bring here; infinite where nothing needs to come."""
+        return self.old_way_received / self.received if self.received else float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """A checked plan. `messages` counts by transport; `assumptions` say what only a run can tell."""
+
+    summary: PlanSummary
+    routes: tuple[Route, ...]
+    ranks: tuple[RankLoad, ...]
+    messages: dict[str, int]
+    assumptions: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain value for programs."""
+        ranks = [
+            {
+                **asdict(load),
+                "sent": load.sent,
+                "received": load.received,
+                "old_way_ratio": load.old_way_ratio if load.received else None,
+            }
+            for load in self.ranks
+        ]
+        totals = {"network_bytes": self.summary.network_bytes, "received_bytes": self.summary.received_bytes}
+        return {
+            "summary": {**asdict(self.summary), **totals},
+            "routes": [asdict(route) for route in self.routes],
+            "ranks": ranks,
+            "messages": self.messages,
+            "checked": True,
+            "assumptions": list(self.assumptions),
+        }
+
+
+def preview(config: RefitConfig, *, announce: Announce) -> Preview:
+    """Plans, schedules and checks the refits of a configuration.
+
+    Args:
+        config: the job.
+        announce: called with what comes next, in a few words.
+
+    Raises:
+        ConfigError: the model's `config.json` can't be read or isn't supported, or the model can't be cut so.
+        LayoutError: the engines' side can't be known beforehand.
+        PlanError: a plan or schedule doesn't deliver every element once.
+    """
+    announce("describing both sides")
+    job = preset_job(config)
+    announce(f"planning {len(job.target.tensors)} tensors for {len(job.ranks)} ranks")
+    plan = RefitPlan(job)
+    announce("planning the same by gather and broadcast")
+    summary = plan.summary()
+    for name, transport in plan.transports.items():
+        announce(f"checking the schedule of {name}")
+        transport.check()
+    footprints = {name: transport.footprint() for name, transport in plan.transports.items()}
+    return Preview(
+        summary,
+        plan.routes,
+        _loads(job, plan, list(footprints.values())),
+        {name: footprint.messages for name, footprint in footprints.items()},
+        _assumptions(config),
+    )
+
+
+def preset_job(config: RefitConfig) -> Job:
+    """What the ranks of a run would agree on, from presets of both sides.
+
+    Raises:
+        ConfigError, LayoutError: as `preview`.
+    """
+    model = model_shape(config)
+    source = megatron_manifest(
+        model,
+        config.policy.megatron_cfg.parallelism,
+        world_size=config.training_ranks,
+        dtype=config.policy.precision,
+        make_vocab_size_divisible_by=config.policy.megatron_cfg.make_vocab_size_divisible_by,
+    )
+    vllm = config.policy.generation.vllm_cfg
+    target = vllm_manifest(
+        source.tensors,
+        model,
+        tensor_parallel=vllm.tensor_parallel_size,
+        pipeline_parallel=vllm.pipeline_parallel_size,
+        expert_parallel=vllm.expert_parallel_size > 1,
+        engines=config.engines,
+        first_rank=config.training_ranks,
+        dtype=config.vllm_precision,
+    )
+    return Job(source, target, _topology(config), config.refit_settings())
+
+
+def model_shape(config: RefitConfig) -> ModelShape:
+    """The sizes of the model that is trained: of `refit_run.tiny_model` where it is to be made, else of the folder.
+
+    Raises:
+        ConfigError: there is no readable `config.json`, or the architecture isn't supported.
+    """
+    tiny = config.refit_run.tiny_model
+    if tiny is not None:
+        return ModelShape.from_config({"architectures": [_ARCHITECTURES[tiny.kind]], **tiny.hf_config()})
+    folder = Path(config.policy.model_name)
+    return ModelShape.from_config(read_config(folder), source=str(folder / "config.json"))
+
+
+def _topology(config: RefitConfig) -> Topology:
+    """The configured domains; where the run asks the hosts, whole nodes in rank order."""
+    domains = config.domains()
+    if domains is None:
+        ranks, node = range(config.cluster.ranks), config.cluster.gpus_per_node
+        return Topology.of(ranks[first : first + node] for first in ranks[::node])
+    return Topology.of(domains)
+
+
+def _assumptions(config: RefitConfig) -> tuple[str, ...]:
+    found = [_ENGINE_DECIDES]
+    if config.domains() is None:
+        node = config.cluster.gpus_per_node
+        found.append(f"one fast domain per node of {node} ranks, in rank order; a run asks each rank for its host")
+    vllm = config.policy.generation.vllm_cfg
+    if vllm.expert_parallel_size > vllm.tensor_parallel_size:
+        found.append(f"each engine spreads its experts over its own {vllm.tensor_parallel_size} ranks")
+    return tuple(found)
+
+
+def _loads(job: Job, plan: RefitPlan, footprints: list[Footprint]) -> tuple[RankLoad, ...]:
+    total: Traffic = total_traffic(transport.traffic() for transport in plan.transports.values())
+    old = plan.old_way
+    roles: dict[int, Role] = {ranked.rank: side.role for side in (job.source, job.target) for ranked in side.ranks}
+    return tuple(
+        RankLoad(
+            rank,
+            roles[rank],
+            total.network_sent.get(rank, 0),
+            total.network_received.get(rank, 0),
+            total.local_sent.get(rank, 0),
+            total.local_received.get(rank, 0),
+            old.network_received.get(rank, 0) + old.local_received.get(rank, 0),
+            sum(footprint.staging_bytes.get(rank, 0) for footprint in footprints),
+        )
+        for rank in job.ranks
+    )
