@@ -6,8 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from refit_jobs import Case, RunningCase, largest_difference, wrong_parameters
+from refit_jobs import ENVIRONMENT, TIMEOUT_S, Case, RunningCase, largest_difference, wrong_parameters
 
+from refit_transport.cluster.workers import WorkerGroup
 from refit_transport.layout.parallelism import MegatronParallelism as Cut
 from refit_transport.testing.models import save_tiny_model
 
@@ -74,11 +75,19 @@ def test_every_rank_serves_exactly_the_policys_weights(running):
     assert largest_difference(running) <= 1e-4
 
 
-def test_stock_kernels_are_staged_and_follow(groups, tmp_path_factory):
+@pytest.fixture
+def stock_engine(groups):
+    """Engine ranks in new processes: the plain-weights mode of a process is for its whole life."""
+    group = WorkerGroup("engine-stock", 2, resources={"CPU": 0.5}, environment=ENVIRONMENT, timeout_s=TIMEOUT_S)
+    yield group
+    group.release()
+
+
+def test_stock_kernels_are_staged_and_follow(groups, stock_engine, tmp_path_factory):
     """vLLM's prepacked CPU kernels: nothing is written in place, yet what is computed follows A -> B -> A -> B."""
     case = Case("moe", MOE_CUT, tensor=2, plain_weights=False, model=TWO_LAYERS)
     folder = save_tiny_model(tmp_path_factory.mktemp("model"), kind="moe", seed=3, **TWO_LAYERS)
-    job = RunningCase(case, Path(folder), groups["policy"], [groups["engine-tp2"]])
+    job = RunningCase(case, Path(folder), groups["policy"], [stock_engine])
     job.start()
     for name in "AB":
         job.policy.call("perturb", ord(name))
