@@ -24,6 +24,7 @@ from refit_transport.integrations.vllm_seams import attribute, require_parameter
 ENGINE = "refit_transport"
 PLAIN_WEIGHTS = "REFIT_TRANSPORT_VLLM_PLAIN_WEIGHTS"
 _COMMUNICATOR = "vllm.distributed.device_communicators.cpu_communicator"
+_QUEUE = "vllm.distributed.device_communicators.shm_broadcast"
 _FACTORY = "vllm.distributed.weight_transfer.factory"
 
 
@@ -84,11 +85,16 @@ def _name_shared_memory_by_job() -> None:
 
 
 def _unlink_shared_memory_once_mapped() -> None:
-    """Lets a tensor parallel group's shared memory vanish with its last process, however that ends.
+    """Lets the shared memory of groups and message queues vanish with its last process, however that ends.
 
-    vLLM unlinks it only when the group is destroyed in order; a killed worker would leave its segment for ever. When
-    the group is made, every rank has mapped every segment, and the names are not needed again.
+    vLLM unlinks it only when its owner is destroyed in order; a killed worker would leave it for ever. When a group or
+    a queue is ready, every rank has mapped every segment, and the names are not needed again.
     """
+    _unlink_group_segments()
+    _unlink_queue_segments()
+
+
+def _unlink_group_segments() -> None:
     owner = attribute(_COMMUNICATOR, "_CPUSHMDistributed")
     original = owner._init_cpu_shm
     if getattr(original, "unlinks", False):
@@ -103,6 +109,24 @@ def _unlink_shared_memory_once_mapped() -> None:
 
     _init_cpu_shm.unlinks = True  # type: ignore[attr-defined]
     owner._init_cpu_shm = _init_cpu_shm
+
+
+def _unlink_queue_segments() -> None:
+    owner = attribute(_QUEUE, "MessageQueue")
+    original = owner.wait_until_ready
+    if getattr(original, "unlinks", False):
+        return
+    require_parameters(original, f"{_QUEUE}:MessageQueue.wait_until_ready", ("self",))
+
+    def wait_until_ready(self: Any) -> None:
+        original(self)
+        ring: Any = getattr(self, "buffer", None)
+        if getattr(ring, "is_creator", False):
+            ring.shared_memory.unlink()
+            ring.is_creator = False
+
+    wait_until_ready.unlinks = True  # type: ignore[attr-defined]
+    owner.wait_until_ready = wait_until_ready
 
 
 def _with_job(group_name: str) -> str:

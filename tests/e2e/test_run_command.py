@@ -45,11 +45,17 @@ def processes(mark: str) -> list[tuple[int, str]]:
     return found
 
 
+def shared_memory() -> set[str]:
+    """The segments of tensor parallel groups and of message queues."""
+    return {path.name for path in Path("/dev/shm").iterdir() if "cpushm" in path.name or path.name.startswith("psm_")}
+
+
 class Run:
     """One run of the command in a folder of its own."""
 
     def __init__(self, folder: Path, config: dict, *arguments: str) -> None:
         self.mark = uuid.uuid4().hex
+        self._shared_memory = shared_memory()
         (folder / "job.yaml").write_text(yaml.safe_dump(config))
         environment = {**os.environ, MARK: self.mark, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
@@ -73,6 +79,7 @@ class Run:
         while (left := processes(self.mark)) and time.monotonic() < end:
             time.sleep(0.2)
         assert left == []
+        assert shared_memory() <= self._shared_memory
         return self._process.returncode, output, errors
 
 
@@ -122,8 +129,13 @@ def test_a_wrong_configuration_ends_at_once_with_one_message(name, tmp_path):
 
 
 @pytest.mark.e2e
-def test_a_small_job_runs_and_leaves_its_report(tmp_path):
-    code, output, errors = Run(tmp_path, SMALL, "--json").finish()
+def test_a_small_job_runs_and_leaves_its_report_and_nothing_else(tmp_path):
+    config = with_changes(
+        cluster__gpus_per_node=3,
+        policy__generation__colocated={"enabled": False, "resources": {"gpus_per_node": 2}},
+        policy__generation__vllm_cfg={"tensor_parallel_size": 2},
+    )
+    code, output, errors = Run(tmp_path, config, "--json").finish()
     assert code == 0, errors
     rounds = json.loads(output)["rounds"]
     assert json.loads((tmp_path / "report.json").read_text()) == {"rounds": rounds}
