@@ -126,14 +126,18 @@ def plan(config: ConfigFile, *, overrides: Overrides = None, as_json: AsJson = F
 def run(config: ConfigFile, *, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Train, refit and compare both sides, as often as `refit_run` says, on Ray."""
     checked = load(config, overrides)
+    from rich.console import Console
+
+    from refit_transport.cli_run import show_end, show_round
     from refit_transport.cluster.run import run_rounds
 
+    console = Console(markup=False, highlight=False)
     rounds: list[RefitRound] = []
     with progress() as announce:
         for finished in run_rounds(checked, ray_address=os.environ.get("RAY_ADDRESS"), announce=announce):
             rounds.append(finished)
             if not as_json:
-                _show_round(finished, checked)
+                show_round(finished, checked, console)
     document = {"rounds": [finished.to_json() for finished in rounds]}
     if checked.refit_run.report is not None:
         report = Path(checked.refit_run.report)
@@ -141,6 +145,8 @@ def run(config: ConfigFile, *, overrides: Overrides = None, as_json: AsJson = Fa
         report.write_text(json.dumps(document, indent=2) + "\n")
     if as_json:
         print_json(document)
+    else:
+        show_end(rounds, console)
 
 
 def load(config: Path, overrides: list[str] | None) -> RefitConfig:
@@ -186,19 +192,6 @@ def progress() -> Iterator[Callable[[str], None]]:
                 console.print(text, markup=False, highlight=False)
 
         yield announce
-
-
-def _show_round(finished: RefitRound, config: RefitConfig) -> None:
-    from rich.console import Console
-
-    console = Console(markup=False, highlight=False)
-    console.print(finished.report.render())
-    console.print(
-        f"version {finished.version}: training loss {finished.loss:.4f}; log-probabilities of "
-        f"{len(config.refit_run.prompts)} prompts differ between trainer and vLLM by at most "
-        f"{finished.largest_difference:.2g} (allowed: {config.refit_run.logprob_tolerance:g}), and from the version "
-        f"before by {finished.largest_change:.2g}\n"
-    )
 
 
 def _summary(config: RefitConfig) -> dict[str, object]:

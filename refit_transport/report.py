@@ -126,41 +126,39 @@ class RefitReport:
         """A plain value, for logs and programs."""
         return {**asdict(self), "seconds": self.seconds}
 
-    def render(self) -> Group:
-        """Tables for people."""
-        phases = Table(title=f"Refit of weight version {self.version}: {self.total_seconds * 1e3:.0f} ms")
-        for phase in PHASES:
-            phases.add_column(phase, justify="right")
-        phases.add_row(*(f"{self.seconds[phase] * 1e3:.1f} ms" for phase in PHASES))
-        ranks = Table(title="Bytes by rank")
-        for column in ("rank", "role", "sent", "received"):
-            ranks.add_column(column, justify="right")
-        for rank in self.ranks:
-            ranks.add_row(str(rank.rank), rank.role, sized(rank.sent_bytes), sized(rank.received_bytes))
-        return Group(phases, render_summary(self.summary), ranks, *self._notes())
 
-    def _notes(self) -> list[str]:
-        notes = []
-        if verified := sum(rank.verified for rank in self.ranks):
-            notes.append(f"verified: {verified} boxes on the targets equal the sources")
-        by_reason: dict[str, list[str]] = defaultdict(list)
-        for layer, reason in self.private_layers.items():
-            by_reason[reason].append(layer)
-        notes += [f"private layout, {reason}: {_names(layers)}" for reason, layers in by_reason.items()]
-        return notes
+def render_ranks(report: RefitReport) -> Table:
+    """What each rank really sent and received in one refit, as a table for people."""
+    table = Table(title="Bytes by rank")
+    for column in ("rank", "role", "sent", "received"):
+        table.add_column(column, justify="right")
+    for rank in report.ranks:
+        table.add_row(str(rank.rank), rank.role, sized(rank.sent_bytes), sized(rank.received_bytes))
+    return table
+
+
+def render_notes(report: RefitReport) -> list[str]:
+    """What was verified, and which layers have a private layout and why, in a line each."""
+    notes = []
+    if verified := sum(rank.verified for rank in report.ranks):
+        notes.append(f"verified: {verified} boxes on the targets equal the sources")
+    by_reason: dict[str, list[str]] = defaultdict(list)
+    for layer, reason in report.private_layers.items():
+        by_reason[reason].append(layer)
+    return notes + [f"private layout, {reason}: {_names(layers)}" for reason, layers in by_reason.items()]
 
 
 def render_summary(summary: PlanSummary) -> Group:
     """The planned bytes as a table, and the reasons for what isn't sent shard-to-shard."""
-    table = Table(title="Bytes by transport")
-    for column in ("transport", "tensors", "over the network", "inside domains", "copied on a rank"):
+    table = Table(title="Bytes of one refit by transport")
+    for column in ("transport", "tensors", "network", "inside domains", "copied"):
         table.add_column(column, justify="left" if column == "transport" else "right")
     for part in summary.transports:
         sizes = (part.network_bytes, part.local_bytes, part.copied_bytes)
         table.add_row(part.name, str(part.tensors), *(sized(size) for size in sizes))
     table.add_section()
     local = summary.old_way_received_bytes - summary.old_way_network_bytes
-    table.add_row("all by gather_broadcast", "", sized(summary.old_way_network_bytes), sized(local), "")
+    table.add_row("gather_broadcast, all", "", sized(summary.old_way_network_bytes), sized(local), "")
     lines = [f"whole, {reason}: {_names(names)}" for reason, names in summary.whole.items()]
     if summary.unused:
         lines.append(f"not taken by any target: {_names(summary.unused)}")

@@ -62,7 +62,7 @@ def test_a_table_for_people_and_nothing_else(tmp_path):
     code, out, err = plan()
     assert code == 0
     for words in (
-        "Bytes by transport",
+        "Bytes of one refit by transport",
         "Heaviest ranks of each side, of 4",
         "coverage: all",
         "messages: ",

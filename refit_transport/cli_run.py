@@ -1,0 +1,55 @@
+"""What `refit-transport run` shows people: a line per refit, and a final report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from refit_transport.cluster.run import RefitRound
+from refit_transport.config.schema import RefitConfig
+from refit_transport.report import render_notes, render_ranks, render_summary, sized
+
+
+def show_round(finished: RefitRound, config: RefitConfig, console: Console) -> None:
+    """One finished round in three lines."""
+    report = finished.report
+    phases = ", ".join(f"{phase} {seconds * 1e3:.1f}" for phase, seconds in report.seconds.items())
+    console.print(f"version {finished.version} of {config.refit_run.refits}: training loss {finished.loss:.4f}")
+    console.print(f"  refit {report.total_seconds * 1e3:.1f} ms (slowest rank, ms: {phases})")
+    console.print(
+        f"  log-probabilities: trainer and vLLM differ by at most {finished.largest_difference:.1e} "
+        f"(allowed {config.refit_run.logprob_tolerance:.0e}); {finished.largest_change:.1e} from the version before\n"
+    )
+
+
+def show_end(rounds: Sequence[RefitRound], console: Console) -> None:
+    """The final report: what every refit moved, by transport and rank, and the verdict."""
+    report, summary = rounds[-1].report, rounds[-1].report.summary
+    console.print(render_summary(summary))
+    console.print(render_ranks(report))
+    for note in render_notes(report):
+        console.print(note)
+    table = Table(title="Refits")
+    for column in ("version", "loss", "refit", "network", "load", "verify", "difference", "change"):
+        table.add_column(column, justify="right")
+    for finished in rounds:
+        spent = finished.report.seconds
+        table.add_row(
+            str(finished.version),
+            f"{finished.loss:.4f}",
+            *(f"{s * 1e3:.1f} ms" for s in (finished.report.total_seconds, *(spent[p] for p in _SHOWN))),
+            f"{finished.largest_difference:.1e}",
+            f"{finished.largest_change:.1e}",
+        )
+    console.print(table)
+    received = summary.received_bytes
+    ratio = f", {summary.old_way_received_bytes / received:.2f} times as much" if received else ""
+    console.print(
+        f"vLLM served the trainer's weights after each of {len(rounds)} refits. Each moved {sized(received)} to the "
+        f"generation ranks; gathering and broadcasting would have moved {sized(summary.old_way_received_bytes)}{ratio}."
+    )
+
+
+_SHOWN = ("network", "load", "verify")
