@@ -10,10 +10,10 @@ from refit_transport.config.model import model_shape
 from refit_transport.config.schema import RefitConfig
 from refit_transport.layout.manifest import Role
 from refit_transport.planning.routing import Route
+from refit_transport.refit_plan import RefitPlan
 from refit_transport.report import PlanSummary
 from refit_transport.scheduling.schedule import Traffic, total_traffic
 from refit_transport.scheduling.topology import Topology
-from refit_transport.session import RefitPlan
 from refit_transport.sources.megatron_preset import megatron_manifest
 from refit_transport.targets.vllm_preset import vllm_manifest
 from refit_transport.transports.base import Footprint, Job

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import cached_property
 from typing import Any, Self
 
 from refit_transport.config.settings import AVAILABLE_FABRICS, RefitSettings
@@ -17,65 +16,13 @@ from refit_transport.fabrics.deadline import Deadline
 from refit_transport.fabrics.gloo import GlooFabric, address_toward
 from refit_transport.fabrics.rendezvous import ControlChannel
 from refit_transport.layout.manifest import Manifest
-from refit_transport.layout.wire import digest, manifest_from_json, manifest_to_json
-from refit_transport.planning.routing import RESHARD, Route, route_tensors
-from refit_transport.report import PlanSummary, RankReport, RefitReport
-from refit_transport.scheduling.schedule import Traffic
+from refit_transport.layout.wire import manifest_from_json, manifest_to_json
+from refit_transport.refit_plan import RefitPlan
+from refit_transport.report import RankReport, RefitReport
 from refit_transport.scheduling.topology import Topology
 from refit_transport.sources.base import Source
 from refit_transport.targets.base import Target
-from refit_transport.transports.base import Endpoint, Job, Transport
-from refit_transport.transports.gather_broadcast import GatherBroadcast
-from refit_transport.transports.registry import load, resolve
-from refit_transport.verification import Verifier
-
-
-class RefitPlan:
-    """What is decided before the first byte moves: routes, transports, summary. Pure; equal on every rank."""
-
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self.routes = _routes(job)
-        groups: dict[str, list[str]] = {}
-        for route in self.routes:
-            groups.setdefault(route.transport, []).append(route.tensor)
-        self.transports: dict[str, Transport] = {
-            name: load(resolve(name))(job, tuple(tensors)) for name, tensors in sorted(groups.items())
-        }
-
-    def digest(self) -> str:
-        """Of routes, schedules and settings."""
-        parts = (repr(self.routes), repr(self.job.settings), repr(self.job.topology))
-        return digest(*parts, *(transport.digest() for transport in self.transports.values()))
-
-    @cached_property
-    def old_way(self) -> Traffic:
-        """What gathering and broadcasting every tensor would move."""
-        return GatherBroadcast(self.job, tuple(route.tensor for route in self.routes)).traffic()
-
-    def summary(self) -> PlanSummary:
-        """The planned bytes beside those of `old_way`."""
-        names = {route.tensor for route in self.routes}
-        unused = [spec.name for spec in self.job.source.tensors if spec.name not in names]
-        traffic = {name: transport.traffic() for name, transport in self.transports.items()}
-        return PlanSummary.of(traffic, self.old_way, self.routes, unused)
-
-    def verifier(self) -> Verifier:
-        """Over all tensors that the targets describe, whatever their transport."""
-        opaque = {o.tensor for ranked in self.job.target.ranks for o in ranked.opaque}
-        return Verifier(self.job.source, self.job.target, [r.tensor for r in self.routes if r.tensor not in opaque])
-
-
-def _routes(job: Job) -> tuple[Route, ...]:
-    settings = job.settings
-    routes = route_tensors(job.target, coverage=settings.coverage, rules=settings.routes)
-    if settings.transport == RESHARD:
-        return routes
-    reason = f"refit_transport: {settings.transport}"
-    return tuple(
-        route if route.reason.startswith("the target") else Route(route.tensor, settings.transport, reason)
-        for route in routes
-    )
+from refit_transport.transports.base import Endpoint, Job
 
 
 class RefitSession:

@@ -22,9 +22,9 @@ from refit_transport.config.settings import RefitSettings
 from refit_transport.fabrics.program import Binding
 from refit_transport.layout.model_shape import ModelShape
 from refit_transport.layout.parallelism import MegatronParallelism
+from refit_transport.refit_plan import RefitPlan
 from refit_transport.report import PlanSummary
 from refit_transport.scheduling.topology import Topology
-from refit_transport.session import RefitPlan
 from refit_transport.sources.megatron_preset import megatron_manifest
 from refit_transport.targets.vllm_preset import vllm_manifest
 from refit_transport.transports.base import Job

@@ -48,6 +48,8 @@ def ray_cluster(*, address: str | None, cpus: int | None = None) -> Iterator[Non
     local: dict[str, Any] = {} if address else {"include_dashboard": False, "num_cpus": cpus}
     # Ray would hide devices from workers that reserve none, and a CPU worker of vLLM must see what the driver sees.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # The first failure is raised; Ray would print those that follow from it as well.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     try:
         ray.init(address=address or "local", log_to_driver=False, logging_level="ERROR", **local)
     except (ConnectionError, RuntimeError) as error:

@@ -63,19 +63,28 @@ def is_ffn_projection(name: str) -> bool:
     return _FFN.search(name) is not None
 
 
-def route_tensors(target: Manifest, *, coverage: Coverage, rules: Sequence[RouteRule] = ()) -> tuple[Route, ...]:
-    """Routes every tensor that some target rank needs; the first matching rule wins over the coverage.
+def route_tensors(
+    target: Manifest, *, transport: str = RESHARD, coverage: Coverage = "ffn", rules: Sequence[RouteRule] = ()
+) -> tuple[Route, ...]:
+    """Routes every tensor that some target rank needs.
 
-    A tensor that a target rank can only take whole is always carried by `gather_broadcast`.
+    `nccl_reshard` is a preset of routes: the first matching rule decides, then the coverage. Any other transport
+    carries everything. A tensor that a target rank can only take whole goes by `gather_broadcast` in any case.
     """
     opaque = {o.tensor: o.reason for manifest in reversed(target.ranks) for o in manifest.opaque}
     needed = {piece.tensor for manifest in target.ranks for piece in manifest.pieces} | opaque.keys()
-    return tuple(_route(s.name, opaque.get(s.name), coverage, rules) for s in target.tensors if s.name in needed)
+    routes = []
+    for name in (spec.name for spec in target.tensors if spec.name in needed):
+        if name in opaque:
+            routes.append(Route(name, GATHER_BROADCAST, f"the target takes it whole: {opaque[name]}"))
+        elif transport != RESHARD:
+            routes.append(Route(name, transport, f"refit_transport: {transport}"))
+        else:
+            routes.append(_preset_route(name, coverage, rules))
+    return tuple(routes)
 
 
-def _route(name: str, opaque: str | None, coverage: Coverage, rules: Iterable[RouteRule]) -> Route:
-    if opaque is not None:
-        return Route(name, GATHER_BROADCAST, f"the target takes it whole: {opaque}")
+def _preset_route(name: str, coverage: Coverage, rules: Iterable[RouteRule]) -> Route:
     for rule in rules:
         if rule.matches(name):
             return Route(name, rule.transport, f"routes: {rule.pattern}")

@@ -1,0 +1,53 @@
+"""The whole plan of a session's refits, from a job: routes, a transport for each, and what they will move."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from refit_transport.layout.wire import digest
+from refit_transport.planning.routing import route_tensors
+from refit_transport.report import PlanSummary
+from refit_transport.scheduling.schedule import Traffic
+from refit_transport.transports.base import Job, Transport
+from refit_transport.transports.gather_broadcast import GatherBroadcast
+from refit_transport.transports.registry import load, resolve
+from refit_transport.verification import Verifier
+
+
+class RefitPlan:
+    """What is decided before the first byte moves: routes, transports, summary. Pure; equal on every rank."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        settings = job.settings
+        self.routes = route_tensors(
+            job.target, transport=settings.transport, coverage=settings.coverage, rules=settings.routes
+        )
+        groups: dict[str, list[str]] = {}
+        for route in self.routes:
+            groups.setdefault(route.transport, []).append(route.tensor)
+        self.transports: dict[str, Transport] = {
+            name: load(resolve(name))(job, tuple(tensors)) for name, tensors in sorted(groups.items())
+        }
+
+    def digest(self) -> str:
+        """Of routes, schedules and settings."""
+        parts = (repr(self.routes), repr(self.job.settings), repr(self.job.topology))
+        return digest(*parts, *(transport.digest() for transport in self.transports.values()))
+
+    @cached_property
+    def old_way(self) -> Traffic:
+        """What gathering and broadcasting every tensor would move."""
+        return GatherBroadcast(self.job, tuple(route.tensor for route in self.routes)).traffic()
+
+    def summary(self) -> PlanSummary:
+        """The planned bytes beside those of `old_way`."""
+        names = {route.tensor for route in self.routes}
+        unused = [spec.name for spec in self.job.source.tensors if spec.name not in names]
+        traffic = {name: transport.traffic() for name, transport in self.transports.items()}
+        return PlanSummary.of(traffic, self.old_way, self.routes, unused)
+
+    def verifier(self) -> Verifier:
+        """Over all tensors that the targets describe, whatever their transport."""
+        opaque = {o.tensor for ranked in self.job.target.ranks for o in ranked.opaque}
+        return Verifier(self.job.source, self.job.target, [r.tensor for r in self.routes if r.tensor not in opaque])

@@ -1,0 +1,80 @@
+"""What each scheduling pass saves, and what its absence costs: bytes against hand-computed numbers."""
+
+import pytest
+
+from refit_transport.errors import LayoutError
+from refit_transport.layout.layout import Layout, manifest_from_layouts
+from refit_transport.layout.mesh import Mesh
+from refit_transport.layout.placement import Replicate, Shard
+from refit_transport.planning.planner import plan_transfer
+from refit_transport.scheduling.scheduler import Passes, build_schedule
+from refit_transport.scheduling.topology import Topology
+
+SHAPE = (16, 16)
+PAYLOAD = 256
+
+
+def sides(train, train_placements, serve, serve_placements):
+    return (
+        manifest_from_layouts("source", {"w": Layout(SHAPE, train, train_placements)}, dtype="uint8"),
+        manifest_from_layouts("target", {"w": Layout(SHAPE, serve, serve_placements)}, dtype="uint8"),
+    )
+
+
+def schedule_of(pair, domains, *, bucket=64, passes=None):
+    schedule = build_schedule(plan_transfer(*pair), Topology.of(domains), bucket_bytes=bucket, passes=passes)
+    schedule.check(*pair)
+    return schedule
+
+
+REPLICAS = sides(Mesh.of(tp=4), (Shard(0),), Mesh.of(first_rank=4, dp=4), (Replicate(),))
+
+
+def test_a_quarter_from_the_network_and_three_from_peers():
+    traffic = schedule_of(REPLICAS, (range(4), range(4, 8))).traffic()
+    assert traffic.network_received == dict.fromkeys(range(4, 8), PAYLOAD // 4)
+    assert traffic.local_received == dict.fromkeys(range(4, 8), 3 * PAYLOAD // 4)
+
+
+def test_without_deduplication_every_replica_receives_all_over_the_network():
+    traffic = schedule_of(REPLICAS, (range(4), range(4, 8)), passes=Passes(deduplicate=False)).traffic()
+    assert (traffic.network, traffic.local) == (4 * PAYLOAD, 0)
+
+
+def test_a_holder_in_the_own_domain_keeps_bytes_off_the_network():
+    assert schedule_of(REPLICAS, (range(8),)).traffic().network == 0
+    copies = sides(Mesh.of(dp=2), (Replicate(),), Mesh.of(first_rank=2, dp=2), (Replicate(),))
+    for local, expected in ((True, 0), (False, PAYLOAD)):
+        passes = Passes(local=local, balance=False)
+        assert schedule_of(copies, ((0, 2), (1, 3)), passes=passes).traffic().network == expected
+
+
+def test_balance_spreads_the_load_over_source_replicas():
+    pair = sides(Mesh.of(dp=2, tp=2), (Replicate(), Shard(0)), Mesh.of(first_rank=4, tp=4), (Shard(1),))
+    domains = ((0, 1), (2, 3), range(4, 8))
+    even = schedule_of(pair, domains).traffic().network_sent
+    assert even == dict.fromkeys(range(4), PAYLOAD // 4)
+    first = schedule_of(pair, domains, passes=Passes(balance=False)).traffic().network_sent
+    assert first == dict.fromkeys(range(2), PAYLOAD // 2)
+
+
+@pytest.mark.parametrize("bucket", [1, 10, 64, 1000])
+def test_messages_hold_at_most_a_bucket(bucket):
+    schedule = schedule_of(REPLICAS, (range(4), range(4, 8)), bucket=bucket)
+    assert int(schedule.messages.payload.max()) <= bucket
+    assert int(schedule.messages.payload.sum()) == 4 * PAYLOAD
+
+
+def test_what_is_passed_on_comes_after_what_brings_it():
+    messages = schedule_of(REPLICAS, (range(4), range(4, 8)), bucket=16).messages
+    relayed = messages.after >= 0
+    assert relayed.any()
+    assert (messages.after[relayed] < relayed.nonzero()[0]).all()
+    assert (messages.receiver[messages.after[relayed]] == messages.sender[relayed]).all()
+
+
+def test_a_rank_in_two_domains_or_in_none_is_refused():
+    with pytest.raises(LayoutError, match="rank 1: expected each rank in one topology domain"):
+        Topology.of(((0, 1), (1, 2)))
+    with pytest.raises(LayoutError, match="rank 7: expected a topology domain that lists it"):
+        schedule_of(REPLICAS, (range(4), range(4, 7)))
