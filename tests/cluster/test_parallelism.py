@@ -72,6 +72,13 @@ def test_layouts_that_fit(model: ModelShape, cut: MegatronParallelism, world_siz
             3,
             "2 stages that must divide the 3 layers of the other stages",
         ),
+        (DENSE, MegatronParallelism(tensor=2, pipeline=2), 2, "tensor x pipeline 4 must divide the 2 training ranks"),
+        (
+            MOE,
+            MegatronParallelism(expert=2, pipeline=2),
+            2,
+            "2 times expert tensor x pipeline = 1 x 2 must divide the 2 training ranks",
+        ),
         (DENSE, MegatronParallelism(first_stage_layers=2), 1, "pipeline parallel size above 1"),
         (
             replace(MOE, shared_intermediate=47),

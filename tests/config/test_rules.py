@@ -254,6 +254,20 @@ CASES = [
     ),
     case("training ranks", {f"{M}.tensor_model_parallel_size": 8}, M, "must divide the 4 training ranks", "change"),
     case(
+        "training ranks of stages",
+        {f"{M}.pipeline_model_parallel_size": 4, f"{M}.expert_model_parallel_size": 1},
+        M,
+        "must divide the 4 training ranks",
+        "change",
+    ),
+    case(
+        "expert ranks of stages",
+        {f"{M}.pipeline_model_parallel_size": 2, f"{M}.expert_model_parallel_size": 4},
+        f"{M}.expert_model_parallel_size",
+        "divide the 4 training ranks",
+        "change",
+    ),
+    case(
         "expert ranks",
         {f"{M}.expert_model_parallel_size": 8},
         f"{M}.expert_model_parallel_size",
