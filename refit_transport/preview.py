@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from refit_transport.config.checkpoint_config import read_config
+from refit_transport.config.model import model_shape
 from refit_transport.config.schema import RefitConfig
 from refit_transport.layout.manifest import Role
-from refit_transport.layout.model_shape import ModelShape
 from refit_transport.planning.routing import Route
 from refit_transport.refit_plan import RefitPlan
 from refit_transport.report import PlanSummary
@@ -27,7 +25,6 @@ _ENGINE_DECIDES = (
     "a layer that keeps its own weight layout is staged on its rank, which takes that layer's memory once more; both "
     "show only when the engine runs"
 )
-_ARCHITECTURES = {"dense": "Qwen3ForCausalLM", "moe": "Qwen3MoeForCausalLM"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,26 +139,12 @@ def preset_job(config: RefitConfig) -> Job:
         source.tensors,
         model,
         tensor_parallel=vllm.tensor_parallel_size,
-        pipeline_parallel=vllm.pipeline_parallel_size,
         expert_parallel=vllm.expert_parallel_size > 1,
         engines=config.engines,
         first_rank=config.training_ranks,
         dtype=config.vllm_precision,
     )
     return Job(source, target, _topology(config), config.refit_settings())
-
-
-def model_shape(config: RefitConfig) -> ModelShape:
-    """The sizes of the model that is trained: of `refit_run.tiny_model` where it is to be made, else of the folder.
-
-    Raises:
-        ConfigError: there is no readable `config.json`, or the architecture isn't supported.
-    """
-    tiny = config.refit_run.tiny_model
-    if tiny is not None:
-        return ModelShape.from_config({"architectures": [_ARCHITECTURES[tiny.kind]], **tiny.hf_config()})
-    folder = Path(config.policy.model_name)
-    return ModelShape.from_config(read_config(folder), source=str(folder / "config.json"))
 
 
 def _topology(config: RefitConfig) -> Topology:
@@ -178,9 +161,6 @@ def _assumptions(config: RefitConfig) -> tuple[str, ...]:
     if config.domains() is None:
         node = config.cluster.gpus_per_node
         found.append(f"one fast domain per node of {node} ranks, in rank order; a run asks each rank for its host")
-    vllm = config.policy.generation.vllm_cfg
-    if vllm.expert_parallel_size > vllm.tensor_parallel_size:
-        found.append(f"each engine spreads its experts over its own {vllm.tensor_parallel_size} ranks")
     return tuple(found)
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, Self
 
-from refit_transport.config.settings import RefitSettings
+from refit_transport.config.settings import AVAILABLE_FABRICS, RefitSettings
 from refit_transport.errors import RefitTransportError, TransferError, VersionError
 from refit_transport.fabrics.base import Fabric, Spent
 from refit_transport.fabrics.deadline import Deadline
@@ -250,7 +250,7 @@ def _topology(channel: ControlChannel, settings: RefitSettings, deadline: Deadli
 
 
 def _fabric(channel: ControlChannel, settings: RefitSettings) -> Fabric:
-    if settings.fabric not in ("auto", "gloo"):
+    if settings.fabric not in AVAILABLE_FABRICS:
         reason = f"fabric {settings.fabric!r} is not available yet: set refit_cfg's fabric to gloo or auto"
         raise TransferError(channel.rank, -1, "connect", "", reason)
     return GlooFabric(

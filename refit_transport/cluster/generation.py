@@ -28,7 +28,6 @@ class EngineConfig:
     model: str
     dtype: str = "float32"
     tensor_parallel: int = 1
-    pipeline_parallel: int = 1
     expert_parallel: bool = False
     max_model_len: int | None = None
     load_format: str = "auto"
@@ -181,7 +180,6 @@ def _engine(config: EngineConfig) -> LLM:
         dtype=config.dtype,
         load_format=config.load_format,
         tensor_parallel_size=config.tensor_parallel,
-        pipeline_parallel_size=config.pipeline_parallel,
         enable_expert_parallel=config.expert_parallel,
         distributed_executor_backend="external_launcher",
         enforce_eager=config.enforce_eager,

@@ -74,7 +74,10 @@ def running_job(config: RefitConfig) -> Iterator[RefitJob]:
             _group(stack, name, count, resources)
             for name, count in (
                 ("policy", config.training_ranks),
-                *((f"engine {i}", config.policy.generation.vllm_cfg.model_ranks) for i in range(config.engines)),
+                *(
+                    (f"engine {i}", config.policy.generation.vllm_cfg.tensor_parallel_size)
+                    for i in range(config.engines)
+                ),
             )
         ]
         host = None if config.cluster.num_nodes > 1 else LOOPBACK
@@ -133,7 +136,6 @@ def _engine_arguments(
         model=str(Path(config.policy.model_name).resolve()),
         dtype=config.vllm_precision,
         tensor_parallel=vllm.tensor_parallel_size,
-        pipeline_parallel=vllm.pipeline_parallel_size,
         expert_parallel=vllm.expert_parallel_size > 1,
         max_model_len=vllm.max_model_len,
         load_format=vllm.load_format,

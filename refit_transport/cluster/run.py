@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from typing import Any
 
 from refit_transport.cluster.job import RefitJob, agreed, ray_cluster, running_job
 from refit_transport.cluster.workers import collect
+from refit_transport.config.model import model_shape
 from refit_transport.config.schema import RefitConfig, TinyModel
 from refit_transport.errors import ParityError
 from refit_transport.report import RefitReport
@@ -111,16 +111,12 @@ def token_batch(config: RefitConfig, step: int) -> list[list[int]]:
     """A global batch that a model can learn: arithmetic progressions of token ids with random start and stride."""
     run = config.refit_run
     dice = random.Random(f"{run.seed}/{step}")
-    vocab = _vocab(config)
+    vocab = model_shape(config).vocab
     rows = []
     for _ in range(run.batch_size * config.data_parallel_size):
         start, stride = dice.randrange(vocab), dice.randrange(1, 8)
         rows.append([(start + stride * place) % vocab for place in range(config.sequence_length)])
     return rows
-
-
-def _vocab(config: RefitConfig) -> int:
-    return int(json.loads((Path(config.policy.model_name) / "config.json").read_text())["vocab_size"])
 
 
 def make_tiny_model(folder: Path, wanted: TinyModel) -> None:

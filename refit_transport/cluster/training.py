@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from refit_transport.config.checkpoint_config import read_config
-from refit_transport.errors import AgreementError, ConfigError, Violation, WorkerError
+from refit_transport.errors import AgreementError, WorkerError
 from refit_transport.layout.model_shape import ModelShape
-from refit_transport.layout.parallelism import MegatronParallelism, check_parallelism, padded_vocab
+from refit_transport.layout.parallelism import MegatronParallelism, check_parallelism, padded_vocab, require_fit
 
 if TYPE_CHECKING:
     from refit_transport.cluster.megatron_step import MicroBatch
@@ -57,9 +57,7 @@ class TrainingWorker:
         self._folder = Path(checkpoint)
         self._config = read_config(self._folder)
         self._model = ModelShape.from_config(self._config, source=str(self._folder / "config.json"))
-        reasons = check_parallelism(self._model, parallelism, world_size=world_size)
-        if reasons:
-            raise ConfigError("parallelism", tuple(Violation("parallelism", str(parallelism), r, "") for r in reasons))
+        require_fit(check_parallelism(self._model, parallelism, world_size=world_size))
         self.rank = rank
         self._cut = parallelism
         self._micro_batch_size = micro_batch_size

@@ -18,8 +18,14 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise _unreadable(folder, "is missing" if folder.is_dir() else "is missing: there is no such folder") from error
     except (OSError, ValueError) as error:
-        raise ConfigError(str(folder), (Violation("config.json", str(path), f"can't be read: {error}", ""),)) from error
+        raise _unreadable(folder, f"can't be read: {error}") from error
     if not isinstance(config, dict):
-        raise ConfigError(str(folder), (Violation("config.json", str(path), "must hold a JSON object", ""),))
+        raise _unreadable(folder, "can't be read: it must hold a JSON object")
     return config
+
+
+def _unreadable(folder: Path, reason: str) -> ConfigError:
+    return ConfigError(str(folder), (Violation("config.json", str(folder / "config.json"), reason, ""),))

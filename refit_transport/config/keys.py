@@ -88,8 +88,17 @@ def split_foreign(document: Mapping[str, Any]) -> tuple[dict[str, Any], list[Fin
 
 
 def _plugin_name(document: Mapping[str, Any]) -> object:
+    return value_at(document, "policy.generation.refit_transport")
+
+
+def value_at(document: Mapping[str, Any], path: str) -> Any:
+    """The value under a dotted path; None where there is none.
+
+    >>> value_at({"policy": {"draft": {"enabled": True}}}, "policy.draft.enabled")
+    True
+    """
     value: Any = document
-    for key in ("policy", "generation", "refit_transport"):
+    for key in path.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None
     return value
 

@@ -52,7 +52,7 @@ def _checked(document: Document, resolve_transport: TransportLookup) -> RefitCon
         found += [violation for violation in refused if not _told(violation.path, doubtful)]
         doubtful |= {violation.path for violation in refused}
         config = _repaired(ours, error)
-    job = job_of(config, resolve_transport=resolve_transport)
+    job = job_of(config, document=document.values, resolve_transport=resolve_transport)
     found += broken_rules(job, doubtful=frozenset(doubtful))
     told = {violation.path for violation in found}
     found = [violation for violation in found if document.root_of(violation.path) not in told - {violation.path}]

@@ -1,4 +1,4 @@
-"""Rules about several keys at once, or about a key and the world (the model folder, the installed packages).
+"""Rules about several keys at once, or about a key and the world (the model folder, the registry, what is there yet).
 
 A rule is a pure function that yields violations. It runs when all the keys that it reads are readable; `RULES` says
 which those are. A problem of one key alone belongs into the schema.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from refit_transport.config import rules_parallel, rules_run
+from refit_transport.config import rules_limits, rules_parallel, rules_run
 from refit_transport.config.facts import Job
 from refit_transport.config.paths import CLUSTER, COLOCATED, GENERATION, MEGATRON, MODEL, REFIT_CFG, VLLM
 from refit_transport.errors import Violation
@@ -50,36 +50,33 @@ def _of_both(names: str) -> tuple[str, ...]:
 
 
 RULES: tuple[Rule, ...] = (
-    Rule(rules_run.not_colocated, reads=(f"{COLOCATED}.enabled",)),
-    Rule(rules_run.vllm_generates, reads=(_GENERATES,)),
-    Rule(rules_run.megatron_trains, reads=(_TRAINS,)),
-    Rule(rules_run.engine_is_synchronous, reads=(f"{VLLM}.async_engine",)),
+    Rule(rules_limits.not_colocated, reads=(f"{COLOCATED}.enabled",)),
+    Rule(rules_limits.vllm_generates, reads=(_GENERATES,)),
+    Rule(rules_limits.megatron_trains, reads=(_TRAINS,)),
+    Rule(rules_limits.engine_is_synchronous, reads=(f"{VLLM}.async_engine",)),
+    Rule(rules_limits.fabric_is_available, reads=(_TRANSPORT, *_of_both("fabric"))),
+    Rule(rules_limits.commit_is_available, reads=_of_both("commit")),
+    Rule(rules_limits.vllm_precision_is_plain, reads=(f"{VLLM}.precision",)),
+    Rule(rules_limits.context_is_whole, reads=(_CONTEXT,)),
+    Rule(rules_limits.engine_has_one_stage, reads=(_VLLM_PIPELINE,)),
+    Rule(rules_limits.experts_stay_in_an_engine, reads=(_VLLM_TENSOR, _VLLM_EXPERT)),
+    Rule(rules_limits.weights_are_the_checkpoints, reads=tuple(rules_limits.OTHER_WEIGHTS)),
     Rule(rules_run.transport_is_known, reads=(_TRANSPORT,)),
     Rule(rules_run.model_is_readable, reads=_SHAPE),
     Rule(rules_run.tiny_model_is_consistent, reads=("refit_run.tiny_model",)),
-    Rule(rules_run.fabric_runs_here, reads=(_TRANSPORT, *_of_both("fabric"))),
-    Rule(rules_run.commit_is_available, reads=_of_both("commit")),
-    Rule(rules_run.vllm_precision_is_plain, reads=(f"{VLLM}.precision",)),
-    Rule(rules_run.buffers_nest, reads=_of_both("staging_bytes bucket_bytes chunk_bytes")),
+    Rule(rules_run.buffers_nest, reads=_of_both("staging_bytes bucket_bytes")),
     Rule(rules_run.domains_name_every_rank_once, reads=(*_RANKS, _TRANSPORT, *_of_both("topology"))),
     Rule(rules_run.ports_are_a_range, reads=_keys(CLUSTER, "master_port_range_low master_port_range_high")),
     Rule(rules_run.prompts_fit_the_model, reads=("refit_run.prompts", f"{VLLM}.max_model_len", *_SHAPE)),
-    Rule(
-        rules_run.sequence_divides,
-        reads=(_TRAINS, _TENSOR, _CONTEXT, _SEQUENCE, "refit_run.sequence_length"),
-    ),
+    Rule(rules_run.sequence_divides, reads=(_TRAINS, _TENSOR, _SEQUENCE, "refit_run.sequence_length")),
     Rule(rules_parallel.generation_has_resources, reads=_RANKS),
-    Rule(rules_parallel.training_ranks_divide, reads=(*_RANKS, _TRAINS, *_EXPERT, _PIPELINE, _CONTEXT)),
-    Rule(
-        rules_parallel.generation_ranks_divide,
-        reads=(*_RANKS, _GENERATES, _VLLM_TENSOR, _VLLM_PIPELINE, _VLLM_EXPERT),
-    ),
+    Rule(rules_parallel.training_ranks_divide, reads=(*_RANKS, _TRAINS, *_EXPERT, _PIPELINE)),
+    Rule(rules_parallel.generation_ranks_divide, reads=(*_RANKS, _GENERATES, _VLLM_TENSOR)),
     Rule(rules_parallel.sequence_parallel_fits, reads=(_TRAINS, _TENSOR, _SEQUENCE, *_SHAPE)),
     Rule(rules_parallel.training_cuts_tensors_evenly, reads=(_TRAINS, _TENSOR, *_SHAPE)),
     Rule(rules_parallel.training_cuts_experts_evenly, reads=(_TRAINS, *_EXPERT, *_SHAPE)),
     Rule(rules_parallel.training_cuts_layers_evenly, reads=(_TRAINS, _PIPELINE, *_STAGES, *_SHAPE)),
     Rule(rules_parallel.generation_cuts_tensors_evenly, reads=(_GENERATES, _VLLM_TENSOR, _VLLM_EXPERT, *_SHAPE)),
-    Rule(rules_parallel.generation_cuts_layers, reads=(_GENERATES, _VLLM_PIPELINE, *_SHAPE)),
 )
 
 

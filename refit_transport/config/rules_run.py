@@ -1,4 +1,4 @@
-"""Rules about what this version can run, and about everything but parallel sizes."""
+"""Rules about everything but parallel sizes and what is not available yet."""
 
 from __future__ import annotations
 
@@ -7,40 +7,8 @@ from collections.abc import Iterator
 
 from refit_transport.config.facts import Job
 from refit_transport.config.keys import shown
-from refit_transport.config.paths import CLUSTER, COLOCATED, GENERATION, MEGATRON, MODEL, REFIT_CFG, VLLM
-from refit_transport.config.schema import RefitConfig
+from refit_transport.config.paths import CLUSTER, GENERATION, REFIT_CFG, VLLM
 from refit_transport.errors import Violation
-
-
-def not_colocated(job: Job) -> Iterator[Violation]:
-    """A refit is between different processes."""
-    if job.config.policy.generation.colocated.enabled:
-        reason = "must be false: a refit transport moves weights between separate training and generation ranks"
-        remedy = f"set it to false and give {COLOCATED}.resources, or let NeMo RL refit colocated workers itself"
-        yield Violation(f"{COLOCATED}.enabled", "true", reason, remedy)
-
-
-def vllm_generates(job: Job) -> Iterator[Violation]:
-    """Only vLLM has a target yet."""
-    if (backend := job.config.policy.generation.backend) != "vllm":
-        reason = "must be vllm, the only generation backend that weights can be sent to"
-        yield Violation(f"{GENERATION}.backend", shown(backend), reason, "set it to vllm")
-
-
-def megatron_trains(job: Job) -> Iterator[Violation]:
-    """Only Megatron has a source yet."""
-    if not job.config.policy.megatron_cfg.enabled:
-        reason = "must be true: Megatron is the only training backend so far, DTensor policies are not available yet"
-        yield Violation(
-            f"{MEGATRON}.enabled", "false", reason, "set it to true, and policy.dtensor_cfg.enabled to false"
-        )
-
-
-def engine_is_synchronous(job: Job) -> Iterator[Violation]:
-    """The generation workers drive vLLM's blocking engine."""
-    if job.config.policy.generation.vllm_cfg.async_engine:
-        reason = "must be false: generation workers with vLLM's asynchronous engine are not available yet"
-        yield Violation(f"{VLLM}.async_engine", "true", reason, "set it to false")
 
 
 def transport_is_known(job: Job) -> Iterator[Violation]:
@@ -52,11 +20,7 @@ def transport_is_known(job: Job) -> Iterator[Violation]:
 
 def model_is_readable(job: Job) -> Iterator[Violation]:
     """There is a checkpoint folder, unless the run makes it."""
-    if job.model_problem:
-        remedy = (
-            "give a folder with a Hugging Face checkpoint (download the model first), relative to the working directory"
-        )
-        yield Violation(MODEL, shown(job.config.policy.model_name), job.model_problem, remedy)
+    yield from job.model_problems
 
 
 def tiny_model_is_consistent(job: Job) -> Iterator[Violation]:
@@ -70,30 +34,6 @@ def tiny_model_is_consistent(job: Job) -> Iterator[Violation]:
     if model.kind == "moe" and model.num_experts_per_tok > model.num_experts:
         path, value = "refit_run.tiny_model.num_experts_per_tok", str(model.num_experts_per_tok)
         yield Violation(path, value, f"must be at most num_experts = {model.num_experts}", "lower it")
-
-
-def fabric_runs_here(job: Job) -> Iterator[Violation]:
-    """The fabric's packages are installed."""
-    if job.fabric_problem:
-        path = f"{_settings_path(job.config)}.fabric"
-        yield Violation(path, shown(job.config.settings.fabric), job.fabric_problem, "use auto, or gloo on CPUs")
-
-
-def commit_is_available(job: Job) -> Iterator[Violation]:
-    """Only refits in place, so far."""
-    refit_cfg = job.config.policy.generation.refit_cfg
-    for name, settings in (("nccl_reshard", refit_cfg.nccl_reshard), ("gather_broadcast", refit_cfg.gather_broadcast)):
-        if settings.commit == "staged":
-            reason = "is not available yet: weights are received into the live parameters while generation is paused"
-            yield Violation(f"{REFIT_CFG}.{name}.commit", "'staged'", reason, "set it to in_place")
-
-
-def vllm_precision_is_plain(job: Job) -> Iterator[Violation]:
-    """Encodings with scales have no pieces yet."""
-    precision = job.config.policy.generation.vllm_cfg.precision
-    if precision not in (None, "auto", "float32", "bfloat16"):
-        reason = "must be float32, bfloat16 or auto: other encodings of the served weights are not available yet"
-        yield Violation(f"{VLLM}.precision", shown(precision), reason, "set it to ${policy.precision}")
 
 
 def buffers_nest(job: Job) -> Iterator[Violation]:
@@ -113,7 +53,10 @@ def domains_name_every_rank_once(job: Job) -> Iterator[Violation]:
     domains = job.config.settings.topology.domains
     if isinstance(domains, str) or job.config.policy.generation.colocated.enabled or not job.config.generation_ranks:
         return
-    path, value = f"{_settings_path(job.config)}.topology.domains", shown([list(domain) for domain in domains])
+    path, value = (
+        f"{REFIT_CFG}.{job.config.settings_name}.topology.domains",
+        shown([list(domain) for domain in domains]),
+    )
     first, count = job.config.training_ranks, job.config.cluster.ranks
     every = f"every refit rank once: 0 to {first - 1} train, {first} to {count - 1} generate"
     named = Counter(rank for domain in domains for rank in domain)
@@ -155,12 +98,8 @@ def prompts_fit_the_model(job: Job) -> Iterator[Violation]:
 
 
 def sequence_divides(job: Job) -> Iterator[Violation]:
-    """Sequence and context parallelism cut a sequence evenly."""
+    """Sequence parallelism cuts a sequence evenly."""
     parts, length = job.config.policy.megatron_cfg.sequence_ranks, job.config.sequence_length
     if job.config.policy.megatron_cfg.enabled and length % parts:
         reason = f"must be a multiple of {parts}, the ranks that a sequence is cut over"
         yield Violation("refit_run.sequence_length", str(length), reason, f"use a multiple of {parts}")
-
-
-def _settings_path(config: RefitConfig) -> str:
-    return f"{REFIT_CFG}.{'nccl_reshard' if config.transport == 'nccl_reshard' else 'gather_broadcast'}"

@@ -37,6 +37,7 @@ class Megatron(Section):
     expert_model_parallel_size: Count = 1
     # null: the same as tensor_model_parallel_size, as in Megatron.
     expert_tensor_parallel_size: Count | None = None
+    # More than 1 is not available yet.
     context_parallel_size: Count = 1
     sequence_parallel: bool = False
     num_layers_in_first_pipeline_stage: Count | None = None
@@ -62,7 +63,7 @@ class Megatron(Section):
     @property
     def sequence_ranks(self) -> int:
         """Ranks that one sequence is cut over."""
-        return self.context_parallel_size * (self.tensor_model_parallel_size if self.sequence_parallel else 1)
+        return self.tensor_model_parallel_size if self.sequence_parallel else 1
 
     @property
     def expert_tensor_ranks(self) -> int:
@@ -70,13 +71,8 @@ class Megatron(Section):
 
     @property
     def model_ranks(self) -> int:
-        """Ranks of one copy of the dense weights, context parallelism included."""
-        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
-
-    @property
-    def expert_ranks(self) -> int:
-        """Ranks of one copy of the expert weights."""
-        return self.expert_tensor_ranks * self.expert_model_parallel_size * self.pipeline_model_parallel_size
+        """Ranks of one copy of the dense weights."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
 
 
 class Resources(Section):
@@ -101,8 +97,9 @@ class Vllm(Section):
     """`policy.generation.vllm_cfg`: how the generation side is cut and run."""
 
     tensor_parallel_size: Count = 1
+    # More than 1 is not available yet.
     pipeline_parallel_size: Count = 1
-    # 1: experts are cut by tensor parallelism. Else tensor_parallel_size times the engines that share the experts.
+    # 1: experts are cut by tensor parallelism. tensor_parallel_size: they are spread whole over the ranks of an engine.
     expert_parallel_size: Count = 1
     # null: as policy.precision.
     precision: str | None = None
@@ -112,11 +109,6 @@ class Vllm(Section):
     enforce_eager: bool = False
     # What the engine loads before the first refit; `dummy` is random weights.
     load_format: Literal["auto", "dummy", "safetensors"] = "auto"
-
-    @property
-    def model_ranks(self) -> int:
-        """Ranks of one engine."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 class Generation(Section):
@@ -230,7 +222,7 @@ class RefitConfig(Section):
     @property
     def engines(self) -> int:
         """vLLM engines, which is data parallelism of the generation side."""
-        return self.generation_ranks // self.policy.generation.vllm_cfg.model_ranks
+        return self.generation_ranks // self.policy.generation.vllm_cfg.tensor_parallel_size
 
     @property
     def sequence_length(self) -> int:
@@ -249,8 +241,13 @@ class RefitConfig(Section):
     @cached_property
     def settings(self) -> TransportSettings:
         """Of the chosen transport. Another package's has those of `gather_broadcast` and `plugin_settings`."""
-        refit_cfg = self.policy.generation.refit_cfg
-        return refit_cfg.nccl_reshard if self.transport == "nccl_reshard" else refit_cfg.gather_broadcast
+        settings: TransportSettings = getattr(self.policy.generation.refit_cfg, self.settings_name)
+        return settings
+
+    @property
+    def settings_name(self) -> str:
+        """The key under `refit_cfg` that holds `settings`."""
+        return "nccl_reshard" if self.transport == "nccl_reshard" else "gather_broadcast"
 
     @property
     def plugin_settings(self) -> Mapping[str, Any]:

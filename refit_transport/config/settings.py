@@ -10,6 +10,7 @@ from refit_transport.planning.routing import Coverage, RouteRule
 
 Verify = Literal["off", "sample", "full"]
 FabricName = Literal["auto", "gloo", "nccl", "nccl_m2n"]
+AVAILABLE_FABRICS: tuple[FabricName, ...] = ("auto", "gloo")
 
 MIB = 1 << 20
 
@@ -19,7 +20,7 @@ class RefitSettings:
     """Everything about a refit that isn't a layout; rank 0 hands it to the others.
 
     transport: the registry's name of what `refit_transport` selects.
-    fabric: what moves bytes; "auto" is gloo without CUDA.
+    fabric: what moves bytes; "auto" is gloo, and the NCCL fabrics are not available yet.
     coverage, routes: which tensors go shard-to-shard (only with `nccl_reshard`).
     domains: topology domains as lists of refit ranks; None: one domain per host.
     bucket_bytes: payload of one message at most. staging_bytes: message slots and staging of one rank at most.

@@ -58,7 +58,7 @@ class Topology(Section):
 class TransportSettings(Section):
     """`refit_cfg.gather_broadcast`, and the part of `refit_cfg.nccl_reshard` that both transports share."""
 
-    # auto: nccl where the ranks have CUDA devices, gloo elsewhere.
+    # auto: gloo, which sends from host memory; the NCCL fabrics are not available yet.
     fabric: FabricName = "auto"
     topology: Topology = Topology()
     # Extra memory of one rank during a refit; a number of bytes or text such as "64MiB".

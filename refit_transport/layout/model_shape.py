@@ -58,16 +58,18 @@ class ModelShape:
             ConfigError: the architecture isn't supported, or a size is missing; `source` names the file in it.
         """
         family = _family(config, source)
-        required = _REQUIRED + (_REQUIRED_OF_EXPERTS if family.has_experts else ())
-        missing = [name for name in required if not isinstance(config.get(name), int)]
-        if family.has_experts and not _first(config, *_EXPERT_COUNT):
-            missing.append(_EXPERT_COUNT[0])
-        if missing:
-            raise ConfigError(
-                source, tuple(Violation(name, str(config.get(name)), "must be an integer", "") for name in missing)
-            )
+        sizes = {name: config.get(name) for name in _REQUIRED}
+        sizes |= {name: config[name] for name in _OPTIONAL if config.get(name)}
+        experts = 0
+        if family.has_experts:
+            experts = sizes[_EXPERT_COUNT[0]] = _first(config, *_EXPERT_COUNT)
+            sizes |= {name: config.get(name) for name in _REQUIRED_OF_EXPERTS}
+        problems = [_not_a_size(name, value) for name, value in sizes.items() if not _is_size(value)]
+        if not isinstance(config.get("mlp_only_layers") or [], list):
+            problems.append(Violation("mlp_only_layers", repr(config["mlp_only_layers"]), "must be a list", ""))
+        if problems:
+            raise ConfigError(source, tuple(problems))
         heads, hidden = config["num_attention_heads"], config["hidden_size"]
-        experts = _first(config, *_EXPERT_COUNT) if family.has_experts else 0
         return cls(
             architecture=family.architecture,
             layers=config["num_hidden_layers"],
@@ -114,23 +116,32 @@ class ModelShape:
 _REQUIRED = ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "intermediate_size")
 _REQUIRED_OF_EXPERTS = ("moe_intermediate_size", "num_experts_per_tok")
 _EXPERT_COUNT = ("num_experts", "num_local_experts")
+_OPTIONAL = ("num_key_value_heads", "head_dim", "shared_expert_intermediate_size", "decoder_sparse_step")
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _not_a_size(name: str, value: object) -> Violation:
+    return Violation(name, "nothing" if value is None else repr(value), "must be a whole number, at least 1", "")
 
 
 def _family(config: Mapping[str, Any], source: str) -> Family:
-    named = tuple(config.get("architectures") or ())
+    named = config.get("architectures") or []
     for family in FAMILIES:
-        if family.architecture in named:
+        if isinstance(named, list) and family.architecture in named:
             return family
     supported = ", ".join(family.architecture for family in FAMILIES)
     raise ConfigError(
         source,
-        (Violation("architectures", str(list(named)), f"no supported architecture; supported: {supported}", ""),),
+        (Violation("architectures", str(named), f"no supported architecture; supported: {supported}", ""),),
     )
 
 
-def _first(config: Mapping[str, Any], *names: str) -> int:
+def _first(config: Mapping[str, Any], *names: str) -> Any:
     """transformers 5 may write an attribute under its mapped name; the first one present counts."""
-    return next((int(config[name]) for name in names if config.get(name)), 0)
+    return next((config[name] for name in names if config.get(name)), None)
 
 
 def _moe_layers(config: Mapping[str, Any]) -> tuple[int, ...]:

@@ -1,10 +1,16 @@
-"""How a Megatron policy is cut over its ranks, and whether a model can be cut so. Pure: no torch, no megatron."""
+"""How a Megatron policy is cut over its ranks, and whether a model can be cut so. Pure: no torch, no megatron.
+
+The functions called `..._misfits` are about one concern each and take the sizes that they read, all at least 1. So a
+caller that knows some of the sizes only (a configuration with a misspelt key) still learns what is wrong with those.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
+from refit_transport.errors import ConfigError, Violation
 from refit_transport.layout.model_shape import ModelShape
 
 
@@ -91,75 +97,205 @@ def padded_vocab(vocab: int, *, divisible_by: int, tensor: int) -> int:
     return -(-vocab // unit) * unit
 
 
-def check_parallelism(model: ModelShape, parallelism: MegatronParallelism, *, world_size: int) -> tuple[str, ...]:
-    """Every reason why this model can't run so on this many ranks; empty when it can.
+Size = Literal[
+    "ranks",
+    "tensor",
+    "sequence_parallel",
+    "pipeline",
+    "virtual_pipeline",
+    "first_stage_layers",
+    "last_stage_layers",
+    "expert",
+    "expert_tensor",
+]
+
+_SPELT: Mapping[Size, str] = {
+    "ranks": "tensor x pipeline",
+    "tensor": "tensor parallel size",
+    "sequence_parallel": "sequence parallelism",
+    "pipeline": "pipeline parallel size",
+    "virtual_pipeline": "virtual pipeline parallel size",
+    "first_stage_layers": "layer count of the first stage",
+    "last_stage_layers": "layer count of the last stage",
+    "expert": "expert parallel size",
+    "expert_tensor": "expert tensor parallel size",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Misfit:
+    """One size that doesn't fit the model, the ranks or another size, and why.
+
+    `size` is a field of `MegatronParallelism`, or "ranks": the product of tensor and pipeline size.
+
+    >>> str(Misfit("tensor", 3, "must divide the model's 4 attention heads"))
+    "tensor parallel size 3 must divide the model's 4 attention heads"
+    """
+
+    size: Size
+    value: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.got} {self.reason}"
+
+    @property
+    def name(self) -> str:
+        """The size in words."""
+        return _SPELT[self.size]
+
+    @property
+    def got(self) -> str:
+        """The value as YAML spells it."""
+        return str(self.value).lower()
+
+
+def check_parallelism(model: ModelShape, parallelism: MegatronParallelism, *, world_size: int) -> tuple[Misfit, ...]:
+    """Every reason why this model can't be trained so on this many ranks; empty when it can.
 
     >>> model = ModelShape("Qwen3ForCausalLM", 4, 64, 256, 4, 2, 16, 96, qk_norm=True)
-    >>> check_parallelism(model, MegatronParallelism(tensor=3), world_size=3)
-    ('tensor parallel size 3 does not divide the 4 attention heads', \
-'tensor parallel size 3 neither divides nor is a multiple of the 2 KV heads')
+    >>> for misfit in check_parallelism(model, MegatronParallelism(tensor=3), world_size=3):
+    ...     print(misfit)
+    tensor parallel size 3 must divide the model's 4 attention heads
+    tensor parallel size 3 must divide, or be a multiple of, the model's 2 key-value heads
     """
-    return (
-        *_ranks(parallelism, world_size),
-        *_widths(model, parallelism),
-        *_stages(model, parallelism),
-        *_experts(model, parallelism),
+    cut = parallelism
+    return tuple(_below_one(cut)) or (
+        *dense_rank_misfits(world_size, tensor=cut.tensor, pipeline=cut.pipeline),
+        *expert_rank_misfits(world_size, pipeline=cut.pipeline, expert=cut.expert, expert_tensor=cut.experts_over),
+        *sequence_misfits(tensor=cut.tensor, sequence_parallel=cut.sequence_parallel),
+        *width_misfits(model, tensor=cut.tensor),
+        *stage_misfits(
+            model,
+            pipeline=cut.pipeline,
+            virtual_pipeline=cut.virtual_pipeline,
+            first_stage_layers=cut.first_stage_layers,
+            last_stage_layers=cut.last_stage_layers,
+        ),
+        *absent_expert_misfits(model, expert=cut.expert),
+        *expert_count_misfits(model, expert=cut.expert),
+        *expert_width_misfits(model, expert_tensor=cut.experts_over),
+        *expert_training_misfits(model, tensor=cut.tensor, sequence_parallel=cut.sequence_parallel),
     )
 
 
-def _ranks(cut: MegatronParallelism, world_size: int) -> Iterator[str]:
-    sizes = (cut.tensor, cut.pipeline, cut.virtual_pipeline, cut.expert, cut.experts_over)
-    if min(sizes) < 1:
-        yield f"every parallel size must be at least 1 (got {sizes})"
-    elif world_size % (cut.tensor * cut.pipeline):
-        yield f"tensor x pipeline = {cut.tensor} x {cut.pipeline} does not divide the {world_size} ranks"
-    elif world_size % (cut.experts_over * cut.expert * cut.pipeline):
-        yield (
-            f"expert tensor x expert x pipeline = {cut.experts_over} x {cut.expert} x {cut.pipeline} does not divide "
-            f"the {world_size} ranks"
-        )
-    if cut.sequence_parallel and cut.tensor == 1:
-        yield "sequence parallelism needs a tensor parallel size above 1"
+def engine_misfits(model: ModelShape, *, tensor: int, expert: int) -> Iterator[Misfit]:
+    """Every reason why a vLLM engine can't serve this model so. `expert` 1: each rank takes a part of every expert.
+
+    Experts that are spread stay whole, and some ranks may have one more than others.
+    """
+    yield from width_misfits(model, tensor=tensor)
+    yield from absent_expert_misfits(model, expert=expert)
+    if expert == 1:
+        yield from expert_width_misfits(model, expert_tensor=tensor)
 
 
-def _widths(model: ModelShape, cut: MegatronParallelism) -> Iterator[str]:
-    widths = [("attention heads", model.heads, cut.tensor, "tensor")]
+def require_fit(misfits: Iterable[Misfit]) -> None:
+    """
+    Raises:
+        ConfigError: there is a misfit; it has one violation for each.
+    """
+    violations = tuple(Violation(misfit.name, misfit.got, misfit.reason, "") for misfit in misfits)
+    if violations:
+        raise ConfigError("parallelism", violations)
+
+
+def _below_one(cut: MegatronParallelism) -> Iterator[Misfit]:
+    sizes: dict[Size, int] = {
+        "tensor": cut.tensor,
+        "pipeline": cut.pipeline,
+        "virtual_pipeline": cut.virtual_pipeline,
+        "expert": cut.expert,
+        "expert_tensor": cut.experts_over,
+    }
+    for size, value in sizes.items():
+        if value < 1:
+            yield Misfit(size, value, "must be at least 1")
+
+
+def dense_rank_misfits(ranks: int, *, tensor: int, pipeline: int) -> Iterator[Misfit]:
+    """Whole copies of the dense weights fill the training ranks."""
+    if ranks % (tensor * pipeline):
+        yield Misfit("ranks", tensor * pipeline, f"must divide the {ranks} training ranks")
+
+
+def expert_rank_misfits(ranks: int, *, pipeline: int, expert: int, expert_tensor: int) -> Iterator[Misfit]:
+    """Whole copies of the experts fill the training ranks."""
+    if ranks % (expert_tensor * expert * pipeline):
+        others = f"expert tensor x pipeline = {expert_tensor} x {pipeline}"
+        yield Misfit("expert", expert, f"times {others} must divide the {ranks} training ranks")
+
+
+def sequence_misfits(*, tensor: int, sequence_parallel: bool) -> Iterator[Misfit]:
+    """Sequence parallelism is over the tensor-parallel ranks."""
+    if sequence_parallel and tensor == 1:
+        yield Misfit("sequence_parallel", sequence_parallel, "needs a tensor parallel size above 1")
+
+
+def width_misfits(model: ModelShape, *, tensor: int) -> Iterator[Misfit]:
+    """Tensor parallelism divides heads and the widths of dense layers. Megatron and vLLM agree on it."""
+    widths = {f"{model.heads} attention heads": model.heads}
     if len(model.moe_layers) < model.layers:
-        widths.append(("rows of intermediate_size", model.intermediate, cut.tensor, "tensor"))
+        widths[f"FFN width {model.intermediate}"] = model.intermediate
     if model.shared_intermediate:
-        widths.append(("rows of the shared experts", model.shared_intermediate, cut.tensor, "tensor"))
-    if model.moe_layers:
-        widths.append(("rows of moe_intermediate_size", model.moe_intermediate, cut.experts_over, "expert tensor"))
-    for what, size, count, name in widths:
-        if count > 0 and size % count:
-            yield f"{name} parallel size {count} does not divide the {size} {what}"
-    if cut.tensor > 0 and model.kv_heads % cut.tensor and cut.tensor % model.kv_heads:
-        yield f"tensor parallel size {cut.tensor} neither divides nor is a multiple of the {model.kv_heads} KV heads"
+        widths[f"shared experts' width {model.shared_intermediate}"] = model.shared_intermediate
+    for what, width in widths.items():
+        if width % tensor:
+            yield Misfit("tensor", tensor, f"must divide the model's {what}")
+    if model.kv_heads % tensor and tensor % model.kv_heads:
+        what = f"the model's {model.kv_heads} key-value heads"
+        yield Misfit("tensor", tensor, f"must divide, or be a multiple of, {what}")
 
 
-def _stages(model: ModelShape, cut: MegatronParallelism) -> Iterator[str]:
-    if cut.virtual_pipeline > 1 and cut.pipeline == 1:
-        yield "virtual pipeline stages need a pipeline parallel size above 1"
-    chosen = [layers for layers in (cut.first_stage_layers, cut.last_stage_layers) if layers]
-    stages, layers = cut.pipeline - len(chosen), model.layers - sum(chosen)
-    if stages < 0 or (stages == 0 and layers) or layers < 0:
-        yield f"first and last stage of {chosen} layers don't add up to {model.layers} layers on {cut.pipeline} stages"
-    elif stages and layers % (stages * max(1, cut.virtual_pipeline)):
-        yield (
-            f"{stages} pipeline stages with {cut.virtual_pipeline} chunks each do not divide {layers} layers; "
-            "set first_stage_layers or last_stage_layers"
-        )
-    for size in chosen:
-        if size % max(1, cut.virtual_pipeline):
-            yield f"{cut.virtual_pipeline} chunks do not divide a stage of {size} layers"
-
-
-def _experts(model: ModelShape, cut: MegatronParallelism) -> Iterator[str]:
-    if not model.moe_layers:
-        if cut.expert > 1:
-            yield f"expert parallel size {cut.expert} on a model without experts"
+def stage_misfits(
+    model: ModelShape, *, pipeline: int, virtual_pipeline: int, first_stage_layers: int, last_stage_layers: int
+) -> Iterator[Misfit]:
+    """Every stage has layers, as many as the next but for the first and the last where they are set (0: not set)."""
+    chosen: dict[Size, int] = {"first_stage_layers": first_stage_layers, "last_stage_layers": last_stage_layers}
+    chosen = {size: layers for size, layers in chosen.items() if layers}
+    if pipeline == 1:
+        chunks: dict[Size, int] = {"virtual_pipeline": virtual_pipeline} if virtual_pipeline > 1 else {}
+        for size, value in (chosen | chunks).items():
+            yield Misfit(size, value, "needs a pipeline parallel size above 1")
         return
-    if cut.expert > 0 and model.experts % cut.expert:
-        yield f"expert parallel size {cut.expert} does not divide the {model.experts} experts"
-    if cut.tensor > 1 and not cut.sequence_parallel:
-        yield "Megatron trains experts under tensor parallelism only with sequence parallelism"
+    taken = sum(chosen.values())
+    stages, layers = pipeline - len(chosen), model.layers - taken
+    others = f"the {layers} layers of the other stages" if chosen else f"the model's {layers} layers"
+    if layers < stages:
+        yield Misfit("pipeline", pipeline, f"leaves stages without layers: the model has {model.layers}")
+    elif not stages and layers:
+        reason = f"leaves layers without a stage: first and last take {taken} of {model.layers}"
+        yield Misfit("pipeline", pipeline, reason)
+    elif stages and layers % stages:
+        yield Misfit("pipeline", pipeline, f"leaves {stages} stages that must divide {others}")
+    elif stages and layers // stages % virtual_pipeline:
+        yield Misfit("virtual_pipeline", virtual_pipeline, f"must divide the {layers // stages} layers of a stage")
+    for size, own in chosen.items():
+        if own % virtual_pipeline:
+            which = "first" if size == "first_stage_layers" else "last"
+            yield Misfit("virtual_pipeline", virtual_pipeline, f"must divide the {own} layers of the {which} stage")
+
+
+def absent_expert_misfits(model: ModelShape, *, expert: int) -> Iterator[Misfit]:
+    """Only experts can be spread."""
+    if not model.moe_layers and expert > 1:
+        yield Misfit("expert", expert, "must be 1, because the model has no experts")
+
+
+def expert_count_misfits(model: ModelShape, *, expert: int) -> Iterator[Misfit]:
+    """Megatron gives every rank as many experts; vLLM doesn't need that."""
+    if model.moe_layers and model.experts % expert:
+        yield Misfit("expert", expert, f"must divide the model's {model.experts} experts")
+
+
+def expert_width_misfits(model: ModelShape, *, expert_tensor: int) -> Iterator[Misfit]:
+    """Ranks that each take a part of every expert get equal parts."""
+    if model.moe_layers and model.moe_intermediate % expert_tensor:
+        yield Misfit("expert_tensor", expert_tensor, f"must divide the experts' width {model.moe_intermediate}")
+
+
+def expert_training_misfits(model: ModelShape, *, tensor: int, sequence_parallel: bool) -> Iterator[Misfit]:
+    """Megatron's own condition."""
+    if model.moe_layers and tensor > 1 and not sequence_parallel:
+        reason = "must be true: Megatron trains experts under tensor parallelism only with sequence parallelism"
+        yield Misfit("sequence_parallel", sequence_parallel, reason)

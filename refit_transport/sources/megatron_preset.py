@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from refit_transport.errors import ConfigError, LayoutError, Violation
+from refit_transport.errors import LayoutError
 from refit_transport.layout.box import Box, Span
 from refit_transport.layout.layout import piece_of_its_own
 from refit_transport.layout.manifest import Manifest, Piece, RankManifest, TensorSpec
@@ -15,6 +15,7 @@ from refit_transport.layout.parallelism import (
     check_parallelism,
     padded_vocab,
     place_of,
+    require_fit,
     stage_layers,
 )
 from refit_transport.sources.naming import Placed, Shard, place
@@ -44,9 +45,7 @@ def megatron_manifest(
     >>> next(piece.box for piece in manifest.ranks[3].pieces if "lm_head" in piece.tensor)
     Box.of((125, 250), (0, 64))
     """
-    reasons = check_parallelism(model, parallelism, world_size=world_size)
-    if reasons:
-        raise ConfigError("parallelism", tuple(Violation("parallelism", str(parallelism), r, "") for r in reasons))
+    require_fit(check_parallelism(model, parallelism, world_size=world_size))
     vocab = padded_vocab(model.vocab, divisible_by=make_vocab_size_divisible_by, tensor=parallelism.tensor)
     # Ranks that stand at the same place are replicas.
     known: dict[MegatronPlace, tuple[tuple[TensorSpec, ...], tuple[Piece, ...]]] = {}

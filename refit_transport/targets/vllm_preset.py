@@ -16,6 +16,7 @@ from refit_transport.layout.box import Box, Span
 from refit_transport.layout.layout import piece_of_its_own
 from refit_transport.layout.manifest import Manifest, Piece, RankManifest, TensorSpec
 from refit_transport.layout.model_shape import ModelShape
+from refit_transport.layout.parallelism import engine_misfits, require_fit
 
 Cut = Literal["whole", "vocabulary", "rows", "kv_rows", "columns", "expert_rows", "expert_columns"]
 
@@ -57,7 +58,6 @@ def vllm_manifest(
     model: ModelShape,
     *,
     tensor_parallel: int,
-    pipeline_parallel: int = 1,
     expert_parallel: bool = False,
     engines: int = 1,
     first_rank: int = 0,
@@ -65,11 +65,13 @@ def vllm_manifest(
 ) -> Manifest:
     """The target side that `targets.vllm.VllmTarget` would describe, for the source's `tensors`.
 
-    Ranks count from `first_rank`, engine by engine. `dtype` is the engines' own. With `expert_parallel` the ranks of an
-    engine share out whole experts, else each takes a part of every expert. Buffers are symbolic: one per piece.
+    Ranks count from `first_rank`, engine by engine; an engine has one pipeline stage. `dtype` is the engines' own. With
+    `expert_parallel` the ranks of an engine share out whole experts, else each takes a part of every expert. Buffers
+    are symbolic: one per piece.
 
     Raises:
-        LayoutError: a tensor that isn't in the table here, a size that doesn't divide, or pipeline stages.
+        ConfigError: the model can't be cut so; gives all reasons.
+        LayoutError: a tensor that isn't in the table here, or one whose size doesn't divide.
 
     Two ranks, one KV head, 250 rows of vocabulary padded to 256:
 
@@ -80,12 +82,7 @@ def vllm_manifest(
     >>> [str(piece.box) for piece in manifest.ranks[1].pieces]
     ['[128:250, 0:64]', '[0:16, 0:64]']
     """
-    if pipeline_parallel > 1:
-        raise LayoutError("", -1, "vLLM engines of one pipeline stage in a preset", f"{pipeline_parallel} stages")
-    kv_fits = model.kv_heads % tensor_parallel == 0 or tensor_parallel % model.kv_heads == 0
-    if model.heads % tensor_parallel or not kv_fits:
-        heads = f"{model.heads} heads and {model.kv_heads} KV heads"
-        raise LayoutError("", -1, f"heads that {tensor_parallel} vLLM ranks divide or share", heads)
+    require_fit(engine_misfits(model, tensor=tensor_parallel, expert=tensor_parallel if expert_parallel else 1))
     specs = [TensorSpec(spec.name, spec.shape, dtype) for spec in tensors]
     ranks: list[tuple[tuple[TensorSpec, ...], tuple[Piece, ...]]] = []
     for index in range(tensor_parallel):

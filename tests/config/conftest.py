@@ -15,12 +15,14 @@ from refit_transport.config.schema import RefitConfig
 from refit_transport.errors import ConfigError, UnknownTransportError, Violation
 
 MODEL = {
+    "architectures": ["Qwen3MoeForCausalLM"],
     "num_hidden_layers": 4,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_experts": 8,
+    "num_experts_per_tok": 2,
     "moe_intermediate_size": 96,
     "vocab_size": 256,
 }

@@ -298,6 +298,33 @@ class TestNemoRl:
         assert set(config.document) == set(written)
         assert config.document["grpo"] == written["grpo"]
 
+    def test_what_cannot_run_yet_is_all_that_is_told(self, tmp_path: Path, model_folder: Path) -> None:
+        changes = {
+            "nccl_reshard: {coverage: all}": "nccl_reshard: {coverage: all, fabric: nccl}",
+            "context_parallel_size: 1": "context_parallel_size: 2",
+            "peft: {enabled: false, dim: 8}": "peft: {enabled: true, dim: 8}",
+            "fp8_cfg: {enabled: false}": "fp8_cfg: {enabled: true}",
+            "async_engine: false": "async_engine: true",
+            "      pipeline_parallel_size: 1": "      pipeline_parallel_size: 2",
+            "      expert_parallel_size: 1": "      expert_parallel_size: 4",
+        }
+        text = FULL_NEMO_RL
+        for old, new in changes.items():
+            assert text.count(old) == 1
+            text = text.replace(old, new)
+        found = problems(write(tmp_path / "grpo.yaml", text % model_folder))
+        assert {violation.path for violation in found} == {
+            "policy.generation.refit_cfg.nccl_reshard.fabric",
+            "policy.megatron_cfg.context_parallel_size",
+            "policy.megatron_cfg.peft.enabled",
+            "policy.megatron_cfg.fp8_cfg.enabled",
+            "policy.generation.vllm_cfg.async_engine",
+            "policy.generation.vllm_cfg.pipeline_parallel_size",
+            "policy.generation.vllm_cfg.expert_parallel_size",
+        }
+        assert len(found) == len(changes)
+        assert all("not available yet" in violation.reason and violation.remedy for violation in found)
+
     def test_the_kept_document_is_accepted_again(self, tmp_path: Path, model_folder: Path) -> None:
         config = load(write(tmp_path / "grpo.yaml", FULL_NEMO_RL % model_folder))
         assert config_from(config.document, resolve_transport=resolve) == config

@@ -84,7 +84,7 @@ def test_any_two_valid_sides_fit(trained, tensor, expert_parallel, engines):
         source.tensors,
         model,
         tensor_parallel=tensor,
-        expert_parallel=expert_parallel,
+        expert_parallel=expert_parallel and bool(model.moe_layers),
         engines=engines,
         first_rank=ranks,
         dtype="bfloat16",
@@ -214,12 +214,14 @@ def test_ranks_stand_where_megatron_puts_them(cut, world_size):
 
 
 def test_what_a_preset_cannot_know_is_refused():
-    with pytest.raises(ConfigError, match="tensor parallel size 3 does not divide the 4 attention heads"):
+    with pytest.raises(ConfigError, match="tensor parallel size: must divide the model's 4 attention heads"):
         megatron_manifest(DENSE, MegatronParallelism(3), world_size=3, dtype="float32")
-    with pytest.raises(LayoutError, match="one pipeline stage in a preset, got 2 stages"):
-        vllm_manifest((), DENSE, tensor_parallel=1, pipeline_parallel=2, dtype="float32")
-    with pytest.raises(LayoutError, match="4 heads and 2 KV heads"):
-        vllm_manifest((), DENSE, tensor_parallel=3, dtype="float32")
+    with pytest.raises(ConfigError, match=r"4 attention heads.*\n.*2 key-value heads"):
+        vllm_manifest((), replace(DENSE, intermediate=9), tensor_parallel=3, dtype="float32")
+    with pytest.raises(ConfigError, match="experts' width 6"):
+        vllm_manifest((), replace(MOE, moe_intermediate=6), tensor_parallel=4, dtype="float32")
+    with pytest.raises(ConfigError, match="no experts"):
+        vllm_manifest((), DENSE, tensor_parallel=2, expert_parallel=True, dtype="float32")
     unknown = TensorSpec("model.layers.0.mixer.A_log", (4,), "float32")
     with pytest.raises(LayoutError, match=r"A_log.*without the engine"):
         vllm_manifest((unknown,), DENSE, tensor_parallel=1, dtype="float32")
