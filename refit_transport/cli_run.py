@@ -16,12 +16,16 @@ def show_round(finished: RefitRound, config: RefitConfig, console: Console) -> N
     """One finished round in three lines."""
     report = finished.report
     phases = ", ".join(f"{phase} {seconds * 1e3:.1f}" for phase, seconds in report.seconds.items())
-    console.print(f"version {finished.version} of {config.refit_run.refits}: training loss {finished.loss:.4f}")
-    console.print(f"  refit {report.total_seconds * 1e3:.1f} ms (slowest rank, ms: {phases})")
     console.print(
-        f"  log-probabilities: trainer and vLLM differ by at most {finished.largest_difference:.1e} "
-        f"(allowed {config.refit_run.logprob_tolerance:.0e}); {finished.largest_change:.1e} from the version before\n"
+        f"version {finished.version} of {config.refit_run.refits}: loss {finished.loss:.4f}, refit "
+        f"{report.total_seconds * 1e3:.1f} ms"
     )
+    console.print(f"  ms of the slowest rank: {phases}")
+    console.print(
+        f"  log-probabilities of trainer and vLLM differ by {finished.largest_difference:.1e} (allowed: "
+        f"{config.refit_run.logprob_tolerance:.0e})"
+    )
+    console.print(f"  log-probabilities moved since the last version by {finished.largest_change:.1e}\n")
 
 
 def show_end(rounds: Sequence[RefitRound], console: Console) -> None:
@@ -47,8 +51,8 @@ def show_end(rounds: Sequence[RefitRound], console: Console) -> None:
     received = summary.received_bytes
     ratio = f", {summary.old_way_received_bytes / received:.2f} times as much" if received else ""
     console.print(
-        f"vLLM served the trainer's weights after each of {len(rounds)} refits. Each moved {sized(received)} to the "
-        f"generation ranks; gathering and broadcasting would have moved {sized(summary.old_way_received_bytes)}{ratio}."
+        f"vLLM served the trainer's weights after each of {len(rounds)} refits. Each moved {sized(received)} between "
+        f"ranks; gathering and broadcasting would have moved {sized(summary.old_way_received_bytes)}{ratio}."
     )
 
 
