@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 
 from refit_transport.layout.wire import digest
+from refit_transport.planning.planner import check_sides_agree
 from refit_transport.planning.routing import route_tensors
 from refit_transport.report import PlanSummary
 from refit_transport.scheduling.schedule import Traffic
@@ -20,6 +21,7 @@ class RefitPlan:
     def __init__(self, job: Job) -> None:
         self.job = job
         settings = job.settings
+        check_sides_agree(job.source, job.target)
         self.routes = route_tensors(
             job.target, transport=settings.transport, coverage=settings.coverage, rules=settings.routes
         )

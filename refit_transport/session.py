@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any, Self
 
 from refit_transport.config.settings import AVAILABLE_FABRICS, RefitSettings
-from refit_transport.errors import RefitTransportError, TransferError, VersionError
+from refit_transport.errors import LayoutError, RefitTransportError, TransferError, VersionError
 from refit_transport.fabrics.base import Fabric, Spent
 from refit_transport.fabrics.deadline import Deadline
 from refit_transport.fabrics.gloo import GlooFabric, address_toward
@@ -32,7 +32,9 @@ class RefitSession:
     may be torn, and a new session must be prepared.
     """
 
-    def __init__(self, channel: ControlChannel, endpoint: Endpoint, plan: RefitPlan, fabric: Fabric) -> None:
+    def __init__(
+        self, channel: ControlChannel, endpoint: Endpoint, plan: RefitPlan, fabric: Fabric, *, version: int
+    ) -> None:
         self._channel, self._endpoint, self._plan, self._fabric = channel, endpoint, plan, fabric
         self._settings = plan.job.settings
         self._summary = plan.summary() if channel.rank == 0 else None
@@ -42,11 +44,13 @@ class RefitSession:
         self._seconds: dict[str, float] = {}
         self._spent = Spent()
         self._verified = 0
+        self._forms: dict[str, str] = {}
+        self._attempts = 0
         self._topics: tuple[str, ...] = ()
         self._last_topics: tuple[str, ...] = ()
         self._began = 0.0
         self._state = "idle"
-        self.version = -1
+        self.version = version
 
     @classmethod
     def prepare(
@@ -57,6 +61,7 @@ class RefitSession:
         settings: RefitSettings | None = None,
         source: Source | None = None,
         target: Target | None = None,
+        version: int = -1,
     ) -> Self:
         """Exchanges manifests, plans, compares digests and connects the fabric; returns a complete session or raises.
 
@@ -66,14 +71,18 @@ class RefitSession:
             settings: given by rank 0 only, which hands them to the others.
             source: this rank's source, on source ranks.
             target: this rank's target, on target ranks.
+            version: the version that this rank has from earlier sessions; the next must be above every rank's.
         """
         began = time.perf_counter()
+        channel.claim()
         with _telling_others(channel):
+            channel.publish("version", version)
             job, endpoint = _exchange(channel, sources, settings, source, target)
             deadline = Deadline(job.settings.timeout_s)
             plan = RefitPlan(job)
             channel.agree("the plan/0", plan.digest(), deadline=deadline)
-            session = cls(channel, endpoint, plan, _fabric(channel, job.settings))
+            last = max(channel.collect("version", range(channel.world_size), deadline=deadline))
+            session = cls(channel, endpoint, plan, _fabric(channel, job.settings), version=last)
         session._plan_seconds = time.perf_counter() - began
         return session
 
@@ -96,36 +105,42 @@ class RefitSession:
     def transfer(self, version: int) -> None:
         """Delivers the sources' present weights as `version`, and verifies them if the settings ask for it.
 
+        It returns when every rank has everything and every target could make use of it.
+
         Raises:
-            VersionError: `version` isn't above the last one; nothing has moved and the refit stays open.
+            VersionError: `version` isn't above the last one, on any rank; nothing has moved, and a new refit may begin.
             TransferError, DeadlineError, AgreementError, VerificationError: the session is broken.
         """
         self._require("open", "transfer")
-        if version <= self.version:
-            raise VersionError(version, self.version)
-        deadline, agreement = Deadline(self._settings.timeout_s), f"the weight version/{self.version}"
+        self._attempts += 1
+        deadline, agreement = Deadline(self._settings.timeout_s), f"the weight version/{self._attempts}"
         self._topics = (agreement, *(f"{topic}/{version}" for topic in ("checksums", "delivery", "report")))
+        with self._guarded("transfer"), self._timed("agree"):
+            self._channel.agree(agreement, str(version), deadline=deadline)
+        if version <= self.version:
+            self._state = "idle"
+            raise VersionError(version, self.version)
         with self._guarded("transfer"):
-            with self._timed("agree"):
-                self._channel.agree(agreement, str(version), deadline=deadline)
+            self._check_forms()
             for transport in self._plan.transports.values():
                 self._spent.add(transport.run(self._endpoint, self._fabric, deadline=deadline))
             with self._timed("verify"):
                 self._verify(version, deadline)
+            if self._endpoint.target is not None:
+                with self._spent.timing("load"):
+                    self._endpoint.target.finish()
             with self._timed("agree"):
                 self._channel.agree(f"delivery/{version}", "complete", deadline=deadline)
         self._state, self.version = "delivered", version
 
     def finish(self) -> RefitReport | None:
-        """Closes the refit: targets serve the new weights. Rank 0 waits for all ranks and returns the report."""
+        """Closes the refit, which every rank has delivered. Rank 0 waits for all ranks and returns the report."""
         self._require("delivered", "finish")
         with self._guarded("finish"):
-            if self._endpoint.target is not None:
-                with self._spent.timing("load"):
-                    self._endpoint.target.finish()
-            self._channel.publish(f"report/{self.version}", asdict(self._rank_report()))
             # Whoever is here has seen every rank's delivery of this version, so nobody reads the last one's topics.
+            # Rank 0 may be gone as soon as it has all reports: publishing comes last.
             self._channel.forget(self._last_topics)
+            self._channel.publish(f"report/{self.version}", asdict(self._rank_report()))
             self._state, self._last_topics = "idle", self._topics
             if self._summary is None:
                 return None
@@ -148,7 +163,7 @@ class RefitSession:
     def _verify(self, version: int, deadline: Deadline) -> None:
         if self._verifier is None:
             return
-        atoms = self._verifier.atoms(version, share=self._settings.verify)
+        atoms = self._verifier.atoms(self._attempts, share=self._settings.verify)
         topic = f"checksums/{version}"
         source, target = self._endpoint.source_binding(), self._endpoint.target_binding()
         if source is not None:
@@ -158,6 +173,16 @@ class RefitSession:
             parts = self._channel.collect(topic, sources, deadline=deadline)
             sums = {atom: value for part in parts for atom, value in part.items()}
             self._verified = self._verifier.compare(target, atoms, sums, version)
+
+    def _check_forms(self) -> None:
+        """Storage may move between refits; with another dtype, shape or stride it isn't what the manifest describes."""
+        side = self._endpoint.source or self._endpoint.target
+        assert side is not None
+        for name, tensor in side.buffers().items():
+            form = f"{tensor.dtype} {list(tensor.shape)} strides {list(tensor.stride())}"
+            known = self._forms.setdefault(name, form)
+            if form != known:
+                raise LayoutError(name, self._channel.rank, f"{known}, as at the first refit", form)
 
     def _rank_report(self) -> RankReport:
         spent, target = self._spent, self._endpoint.target
@@ -206,10 +231,15 @@ def _telling_others(channel: ControlChannel) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        first = channel.failure()
+        try:
+            first = channel.failure()
+            if first is None:
+                channel.report_failure(error)
+        except TransferError:
+            # The channel is gone as well: what was known before is the better cause.
+            raise error from None
         if first is not None:
             raise first from error
-        channel.report_failure(error)
         raise
 
 

@@ -27,10 +27,10 @@ class Verifier:
     def __init__(self, source: Manifest, target: Manifest, tensors: Iterable[str]) -> None:
         self._plan: TransferPlan = plan_transfer(source, target, tensors=tensors)
 
-    def atoms(self, version: int, *, share: str) -> list[int]:
-        """The boxes to compare at this version: all of them, or every 16th in turn for "sample"."""
-        step = 1 if share == "full" else _SAMPLED_SHARE
-        return list(range(version % step, len(self._plan), step))
+    def atoms(self, refit: int, *, share: str) -> list[int]:
+        """The boxes to compare at the refit of this number: all, or for "sample" every 16th, others each time."""
+        step = 1 if share == "full" else min(_SAMPLED_SHARE, max(1, len(self._plan)))
+        return list(range(refit % step, len(self._plan), step))
 
     def source_checksums(self, binding: Binding, atoms: Iterable[int]) -> dict[str, int]:
         """Checksums of the boxes of which this source rank is the first holder; keys are JSON-able."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
+from refit_transport.errors import LayoutError
 from refit_transport.layout.box import Box
 from refit_transport.layout.manifest import Piece
 
@@ -20,10 +21,15 @@ def torch_dtype(name: str) -> torch.dtype:
 def piece_view(piece: Piece, buffers: Mapping[str, torch.Tensor], *, dtype: torch.dtype | None = None) -> torch.Tensor:
     """The live elements of a piece, shaped as its box; writing to the view writes the buffer.
 
-    `dtype` is that of the elements where the buffer is raw bytes (staging); offsets and strides count such elements.
+    `dtype` is that of the elements; a buffer of raw bytes (staging) is seen as such; offsets and strides count them.
+
+    Raises:
+        LayoutError: the buffer has elements of another dtype.
     """
     buffer = buffers[piece.buffer]
     if dtype is not None and buffer.dtype != dtype:
+        if buffer.dtype != torch.uint8:
+            raise LayoutError(piece.tensor, -1, f"buffer {piece.buffer} of {dtype}", str(buffer.dtype))
         buffer = buffer.view(dtype)
     return buffer.as_strided(piece.box.shape, piece.strides, buffer.storage_offset() + piece.offset)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from datetime import timedelta
+from typing import Any
 
 from torch._C._distributed_c10d import ProcessGroupGloo, Store, Work
 
@@ -32,7 +33,8 @@ class GlooFabric:
     def __init__(self, store: Store, *, rank: int, world_size: int, address: str, timeout_s: float) -> None:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [ProcessGroupGloo.create_device(hostname=address)]
-        options._timeout = timedelta(seconds=timeout_s)
+        # Connecting to a peer that never comes takes gloo five times this.
+        options._timeout = timedelta(seconds=max(1.0, timeout_s / 5))
         self._rank = rank
         try:
             self._group: ProcessGroupGloo | None = ProcessGroupGloo(store, rank, world_size, options)
@@ -54,12 +56,21 @@ class _Execution:
     """One run of one program."""
 
     def __init__(self, group: ProcessGroupGloo, program: Program, deadline: Deadline) -> None:
-        self._group, self._program, self._deadline = group, program, deadline
+        # torch's stub lacks the group's point-to-point calls.
+        self._group: Any = group
+        self._program, self._deadline = program, deadline
         self._work: list[Work | None] = [None] * len(program.operations)
         self._done = 0
         self._spent = Spent()
 
     def run(self) -> Spent:
+        try:
+            return self._execute()
+        finally:
+            # A raised error's frames keep this object alive, and with it the sockets, whose closing tells the peers.
+            self._group, self._work = None, []
+
+    def _execute(self) -> Spent:
         operations, posted = self._program.operations, 0
         while self._done < len(operations):
             while posted < len(operations) and posted - self._done < self._program.window:
@@ -78,7 +89,7 @@ class _Execution:
     def _post(self, index: int, operation: Operation) -> None:
         try:
             if operation.kind == "receive":
-                self._work[index] = self._group.recv([operation.payload], operation.peer, operation.message)  # type: ignore[attr-defined]
+                self._work[index] = self._group.recv([operation.payload], operation.peer, operation.message)
                 return
             began = time.perf_counter()
             if operation.kind == "copy":
@@ -89,22 +100,17 @@ class _Execution:
             for move in operation.moves:
                 move.wire.copy_(move.live)
             self._spent.pack += time.perf_counter() - began
-            self._work[index] = self._group.send([operation.payload], operation.peer, operation.message)  # type: ignore[attr-defined]
+            self._work[index] = self._group.send([operation.payload], operation.peer, operation.message)
         except RuntimeError as error:
             raise self._failure(operation, error) from error
 
     def _wait(self, index: int, operation: Operation) -> None:
-        work = self._work[index]
-        if work is None:
+        if operation.kind == "copy":
             return
         began = time.perf_counter()
-        try:
-            work.wait(self._deadline.timedelta())
-        except RuntimeError as error:
-            raise self._failure(operation, error) from error
+        self._complete(index, operation)
         arrived = time.perf_counter()
         self._spent.network += arrived - began
-        self._work[index] = None
         if operation.kind == "send":
             self._spent.sent_bytes += operation.nbytes
             return
@@ -112,6 +118,16 @@ class _Execution:
         for move in operation.moves:
             move.live.copy_(move.wire)
         self._spent.local += time.perf_counter() - arrived
+
+    def _complete(self, index: int, operation: Operation) -> None:
+        work, self._work[index] = self._work[index], None
+        assert work is not None
+        try:
+            work.wait(self._deadline.timedelta())
+        except RuntimeError as error:
+            raise self._failure(operation, error) from error
+        finally:
+            del work
 
     def _failure(self, operation: Operation, error: RuntimeError) -> TransferError:
         if self._deadline.passed:

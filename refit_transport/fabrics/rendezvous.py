@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from refit_transport.errors import AgreementError, DeadlineError, TransferError
+from refit_transport.errors import AgreementError, DeadlineError, RefitTransportError, TransferError
 from refit_transport.fabrics.deadline import Deadline
 from refit_transport.layout.wire import decode, encode
 
@@ -25,6 +25,17 @@ class ControlChannel:
         self.timeout_s = timeout_s
         self.host, self.port = host, int(store.port)
         self.rank, self.world_size = rank, world_size
+        self._claimed = False
+
+    def claim(self) -> None:
+        """Takes the channel for one session: a second one would read what the first left in the store.
+
+        Raises:
+            TransferError: it was taken before.
+        """
+        if self._claimed:
+            raise TransferError(self.rank, -1, "prepare", "", "a control channel serves one session: open a new one")
+        self._claimed = True
 
     @classmethod
     def listen(cls, *, host: str, port: int, world_size: int, timeout_s: float) -> Self:
@@ -101,7 +112,8 @@ class ControlChannel:
 
     def report_failure(self, error: Exception) -> None:
         """Tells the other ranks why this one gives up; only the first cause is kept."""
-        cause = encode({"rank": self.rank, "reason": str(error)})
+        reason = str(error) if isinstance(error, RefitTransportError) else f"{type(error).__name__}: {error}"
+        cause = encode({"rank": self.rank, "reason": reason})
         with self._reachable("report a failure"):
             self._store.compare_set(_FAILURE, "", cause.hex())
 

@@ -28,6 +28,10 @@ DTYPE_BYTES: Mapping[str, int] = {
 }
 
 
+# A refit rounds between these; to and from any other dtype (integers, FP8 with its scales) it only copies.
+CONVERTIBLE = frozenset({"float64", "float32", "bfloat16", "float16"})
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """One logical tensor as one side stores it.

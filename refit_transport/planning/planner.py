@@ -10,7 +10,7 @@ import numpy as np
 
 from refit_transport.errors import LayoutError, PlanError
 from refit_transport.layout.box import Box
-from refit_transport.layout.manifest import Manifest, TensorSpec
+from refit_transport.layout.manifest import CONVERTIBLE, Manifest, TensorSpec
 from refit_transport.planning.overlap import Boxes, atoms_of, boxes_to_array, inside, intersect, uncovered, volumes
 from refit_transport.planning.plan import Holdings, Ints, PlannedTensor, TransferPlan
 
@@ -73,7 +73,7 @@ def plan_transfer(
         held: the source's pieces by tensor, where the caller has them.
 
     Raises:
-        LayoutError: the sides disagree about a tensor's shape, or the target needs one that the source doesn't have.
+        LayoutError: as `check_sides_agree`.
         PlanError: a wanted element lies on no source rank.
 
     An 8 x 8 matrix in rows over 2 sources and in columns over 4 targets: each target gets a 4 x 2 box from each source.
@@ -106,12 +106,25 @@ def plan_transfer(
     return _assemble(tuple(planned), rows)
 
 
+def check_sides_agree(source: Manifest, target: Manifest) -> None:
+    """Proves that the source has every tensor of the target's, in its shape and in a dtype that converts to it.
+
+    Raises:
+        LayoutError: naming the tensor and both sides' sizes or dtypes.
+    """
+    have = {spec.name: spec for spec in source.tensors}
+    for spec in target.tensors:
+        _source_spec(have, spec)
+
+
 def _source_spec(have: dict[str, TensorSpec], spec: TensorSpec) -> TensorSpec:
     found = have.get(spec.name)
     if found is None:
         raise LayoutError(spec.name, -1, "a tensor that the source has (the target needs it)", "no such tensor")
     if found.shape != spec.shape:
         raise LayoutError(spec.name, -1, f"the source's shape {list(found.shape)}", f"the target's {list(spec.shape)}")
+    if found.dtype != spec.dtype and not {found.dtype, spec.dtype} <= CONVERTIBLE:
+        raise LayoutError(spec.name, -1, f"the source's dtype {found.dtype}", f"{spec.dtype}, which it can't become")
     return found
 
 

@@ -15,7 +15,7 @@ from refit_transport.layout.manifest import DTYPE_BYTES, Manifest, Piece, RankMa
 from refit_transport.planning.plan import TransferPlan
 from refit_transport.planning.planner import PieceIndex, plan_transfer
 from refit_transport.scheduling.schedule import Parcels, Schedule
-from refit_transport.scheduling.scheduler import ALIGNMENT, Draft, Leg, assemble
+from refit_transport.scheduling.scheduler import Draft, Leg, aligned, assemble
 from refit_transport.scheduling.topology import Topology
 
 STAGING = "staging"
@@ -39,13 +39,13 @@ def stage(boxes: Sequence[tuple[TensorSpec, Box]]) -> tuple[Staged, ...]:
     staged, end = [], 0
     for tensor, box in boxes:
         staged.append(Staged(tensor, box, end))
-        end += -(-staged[-1].nbytes // ALIGNMENT) * ALIGNMENT
+        end = aligned(end + staged[-1].nbytes)
     return tuple(staged)
 
 
 def staged_bytes(staged: Sequence[Staged]) -> int:
     """The size of the staging buffer that holds them."""
-    return max((-(-(item.offset + item.nbytes) // ALIGNMENT) * ALIGNMENT for item in staged), default=0)
+    return max((aligned(item.offset + item.nbytes) for item in staged), default=0)
 
 
 def build_chain(

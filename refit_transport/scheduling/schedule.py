@@ -178,6 +178,7 @@ class _Replay:
                 raise PlanError(self._name(parcel), str(box), receiver, "lies in a message of other ranks")
             self._check_sender(leg, parcel, box, int(messages.after[message]))
             self._receive(int(legs.receiver[leg]), int(legs.receiver_piece[leg]), parcel, box, message)
+        self._check_extents()
         self._check_complete()
 
     def _name(self, parcel: int) -> str:
@@ -201,6 +202,26 @@ class _Replay:
         if piece.tensor != self._name(parcel) or not piece.box.contains(box):
             raise PlanError(self._name(parcel), str(box), rank, f"lies outside the target piece {piece.box}")
         self._received[rank, index].append((message, box))
+
+    def _check_extents(self) -> None:
+        """In each message the parcels lie one after the other inside `nbytes`, and `payload` is their sum."""
+        legs, messages, parcels = self._schedule.legs, self._schedule.messages, self._schedule.parcels
+        width = np.array([tensor.wire_bytes for tensor in parcels.tensors], dtype=np.int64)
+        sizes = np.prod(parcels.hi - parcels.lo, axis=1, dtype=np.int64) * width[parcels.tensor]
+        end, message = 0, -1
+        payload = np.zeros(len(messages), dtype=np.int64)
+        for leg, parcel in enumerate(legs.parcel.tolist()):
+            end = 0 if int(legs.message[leg]) != message else end
+            message, offset = int(legs.message[leg]), int(legs.offset[leg])
+            payload[message] += sizes[parcel]
+            if offset < end or offset + sizes[parcel] > messages.nbytes[message]:
+                where = f"lies at {offset} in message {message}, over another parcel or the message's end"
+                raise PlanError(self._name(parcel), str(parcels.box(parcel)), int(legs.receiver[leg]), where)
+            end = offset + int(sizes[parcel])
+        if not np.array_equal(payload, messages.payload):
+            wrong = int(np.flatnonzero(payload != messages.payload)[0])
+            reason = f"message {wrong} declares {messages.payload[wrong]} bytes and has {payload[wrong]}"
+            raise PlanError("", "", int(messages.receiver[wrong]), reason)
 
     def _check_complete(self) -> None:
         names = {tensor.name for tensor in self._schedule.parcels.tensors}

@@ -14,6 +14,15 @@ from refit_transport.scheduling.topology import Topology
 ALIGNMENT = 16
 
 
+def aligned(nbytes: int) -> int:
+    """The next multiple of the alignment of parcels in messages and staging.
+
+    >>> aligned(0), aligned(1), aligned(16)
+    (0, 16, 16)
+    """
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
 @dataclass(frozen=True, slots=True)
 class Passes:
     """Off switches of the scheduling passes.
@@ -59,7 +68,7 @@ class Draft:
 def build_schedule(
     plan: TransferPlan, topology: Topology, *, bucket_bytes: int, passes: Passes | None = None
 ) -> Schedule:
-    """Schedules a plan in messages of at most `bucket_bytes` payload (one element at least); pure and deterministic.
+    """Schedules a plan in messages of at most `bucket_bytes` (one element at least); pure and deterministic.
 
     TP4 -> TP2 x DP2 with both replicas in one domain: each element enters that domain once.
 
@@ -176,10 +185,10 @@ def pack(legs: list[Leg], nbytes: list[int], bucket_bytes: int) -> list[Draft]:
         if leg.parent is not None:
             continue
         pair = (leg.sender, leg.receiver)
-        if pair in open_legs and filled[pair] + nbytes[leg.parcel] > bucket_bytes:
+        if pair in open_legs and aligned(filled[pair]) + nbytes[leg.parcel] > bucket_bytes:
             close(pair)
         open_legs.setdefault(pair, []).append(index)
-        filled[pair] += nbytes[leg.parcel]
+        filled[pair] = aligned(filled[pair]) + nbytes[leg.parcel]
     for pair in sorted(open_legs):
         close(pair)
 
@@ -205,7 +214,7 @@ def assemble(parcels: Parcels, nbytes: list[int], legs: list[Leg], drafts: list[
         for index in members:
             leg = legs[index]
             ends = (leg.sender, leg.sender_piece, leg.relayed, leg.receiver, leg.receiver_piece)
-            offset = -(-end // ALIGNMENT) * ALIGNMENT
+            offset = aligned(end)
             rows.append((leg.parcel, *ends, message, offset))
             payload += nbytes[leg.parcel]
             end = offset + nbytes[leg.parcel]

@@ -60,7 +60,7 @@ def _bind(ranked: RankManifest, tensors: Mapping[str, torch.Tensor] | None) -> B
         last = piece.offset + sum((n - 1) * stride for n, stride in zip(piece.box.shape, piece.strides, strict=True))
         sizes[piece.buffer] = max(sizes.get(piece.buffer, 0), last + 1)
         kinds[piece.buffer] = dtypes[piece.tensor]
-    buffers = {name: torch.full((size,), 250, dtype=kinds[name]) for name, size in sizes.items()}
+    buffers = {name: torch.full((size,), 255, dtype=kinds[name]) for name, size in sizes.items()}
     binding = Binding.of(ranked, buffers)
     if tensors is not None:
         for index, piece in enumerate(ranked.pieces):

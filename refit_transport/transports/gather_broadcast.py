@@ -114,7 +114,7 @@ def _wire_specs(job: Job, names: set[str]) -> Iterator[TensorSpec]:
     """The chosen tensors with the dtype that travels."""
     dtypes = {spec.name: spec.dtype for spec in job.target.tensors}
     for spec in job.source.tensors:
-        if spec.name in names:
+        if spec.name in names and spec.box.numel:
             planned = PlannedTensor(spec.name, spec.shape, spec.dtype, dtypes.get(spec.name, spec.dtype))
             yield TensorSpec(spec.name, spec.shape, planned.wire_dtype)
 

@@ -42,7 +42,11 @@ class NcclReshard:
 
     def run(self, endpoint: Endpoint, fabric: Fabric, *, deadline: Deadline) -> Spent:
         """See `Transport.run`."""
-        return fabric.run(self._bound(endpoint), deadline=deadline)
+        spent = fabric.run(self._bound(endpoint), deadline=deadline)
+        if endpoint.target is not None and endpoint.target.private_layers():
+            # Its views would keep the staged weights alive, which the target gives up after each refit.
+            self._program = None
+        return spent
 
     def _bound(self, endpoint: Endpoint) -> Program:
         source, target = endpoint.source_binding(), endpoint.target_binding()

@@ -20,7 +20,7 @@ def random_layouts(draw):
     return draw(layouts(shape, draw(meshes())))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(deadline=None)
 @given(random_layouts())
 def test_boxes_equal_dtensors(layout):
     placements = [TorchShard(p.dim) if isinstance(p, Shard) else TorchReplicate() for p in layout.placements]

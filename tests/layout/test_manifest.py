@@ -22,7 +22,7 @@ def manifest(rank, *, spec=SPEC, pieces=(), opaque=()):
     return RankManifest(rank, "source", (spec,), pieces, opaque)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(deadline=None)
 @given(manifest_pairs())
 def test_json_roundtrip_is_exact(pair):
     for side in pair:

@@ -41,7 +41,7 @@ def cases(draw):
     return pair, draw(topologies(pair)), draw(BUCKETS), draw(PASSES)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(deadline=None)
 @given(cases(), st.integers(0, 1 << 12))
 def test_every_target_piece_equals_the_oracle(case, staging):
     (source, target), topology, bucket, passes = case
@@ -65,7 +65,7 @@ def test_every_target_piece_equals_the_oracle(case, staging):
     assert wanted.differences(tensors) == []
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(cases())
 def test_digests_are_the_same_under_shuffled_input(case):
     (source, target), topology, bucket, passes = case
@@ -86,7 +86,7 @@ def without_wanter(plan: TransferPlan, row: int) -> TransferPlan:
     return dataclasses.replace(plan, wanters=Holdings(start, np.delete(w.rank, row), np.delete(w.piece, row)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(cases(), st.data())
 def test_a_dropped_or_doubled_plan_row_is_found(case, data):
     (source, target), _, _, _ = case
@@ -104,7 +104,7 @@ def test_a_dropped_or_doubled_plan_row_is_found(case, data):
         doubled.check(source, target)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(cases(), st.data())
 def test_a_dropped_or_doubled_leg_is_found(case, data):
     (source, target), topology, bucket, passes = case

@@ -1,5 +1,7 @@
 """Whole sessions over real sockets, with plain tensors on both sides."""
 
+import time
+
 import pytest
 import torch
 
@@ -55,7 +57,7 @@ class Cluster:
             for name, buffer in binding.buffers.items():
                 buffer.copy_(source.bindings[rank].buffers[name])
 
-    def prepare(self, channel):
+    def prepare(self, channel, **arguments):
         r = channel.rank
         return RefitSession.prepare(
             channel,
@@ -63,6 +65,7 @@ class Cluster:
             settings=self.settings if r == 0 else None,
             source=HeldSource(self.held.bindings[r]) if r < SOURCES else None,
             target=self.targets.get(r),
+            **arguments,
         )
 
 
@@ -161,8 +164,7 @@ def test_a_version_that_does_not_grow_is_refused_with_both_numbers():
         session.begin()
         with pytest.raises(VersionError, match=r"7 refused: it must be larger than the last one, 7"):
             session.transfer(7)
-        session.transfer(8)
-        session.finish()
+        session.run(8)
         return session.version
 
     assert run_ranks(WORLD, rank_main) == [8] * WORLD
@@ -211,12 +213,82 @@ def test_a_target_that_refuses_a_tensor_ends_the_refit_everywhere_with_its_name(
 
     def rank_main(channel):
         session = cluster.prepare(channel)
+        began = time.monotonic()
         with pytest.raises((LayoutError, TransferError)) as caught:
             session.run(1)
-        return str(caught.value)
+        return str(caught.value), time.monotonic() - began
 
-    messages = run_ranks(WORLD, rank_main)
-    assert all("model.norm.weight" in message for message in messages), messages
+    results = run_ranks(WORLD, rank_main)
+    assert all("model.norm.weight" in message for message, _ in results), results
+    # The cause reaches ranks that don't exchange bytes with the one that refuses, long before the timeout.
+    assert all(seconds < 5.0 for _, seconds in results), results
+
+
+@pytest.mark.parametrize("call", ["begin", "finish"])
+def test_a_target_that_fails_to_process_keeps_every_rank_from_the_new_version(call):
+    cluster = Cluster(settings(timeout_s=10.0))
+
+    def rank_main(channel):
+        session = cluster.prepare(channel)
+        session.run(1)
+        channel.agree("first refit/0", "", deadline=Deadline(20.0))
+        if channel.rank == 6:
+            setattr(cluster.targets[6], call, lambda: 1 // 0)
+        with pytest.raises(TransferError, match="ZeroDivisionError"):
+            session.run(2)
+        return session.version
+
+    assert run_ranks(WORLD, rank_main) == [1] * WORLD
+
+
+def test_versions_go_on_where_earlier_sessions_ended():
+    cluster = Cluster(settings())
+
+    def rank_main(channel):
+        session = cluster.prepare(channel, version=4 if channel.rank == 5 else -1)
+        session.begin()
+        with pytest.raises(VersionError, match="version 3 refused: it must be larger than the last one, 4"):
+            session.transfer(3)
+        session.run(5)
+        return session.version
+
+    assert run_ranks(WORLD, rank_main) == [5] * WORLD
+
+
+def test_a_channel_serves_one_session():
+    cluster = Cluster(settings())
+
+    def rank_main(channel):
+        cluster.prepare(channel).run(1)
+        with pytest.raises(TransferError, match="a control channel serves one session"):
+            cluster.prepare(channel)
+
+    run_ranks(WORLD, rank_main)
+
+
+@pytest.mark.parametrize("rank", [1, 6])
+def test_moved_storage_is_followed_and_another_form_is_refused(rank):
+    cluster = Cluster(settings(timeout_s=10.0, verify="full"))
+    side = cluster.held if rank < SOURCES else cluster.wanted
+    name = "model.layers.0.self_attn.q_proj.weight"
+
+    def rank_main(channel):
+        session = cluster.prepare(channel)
+        session.run(1)
+        if channel.rank == rank:
+            buffers = side.bindings[rank].buffers
+            buffers[name] = buffers[name].clone()
+        session.run(2)
+        channel.agree("moved/0", "", deadline=Deadline(20.0))
+        if channel.rank == 0:
+            assert cluster.wanted.differences(weights(1)) == []
+        channel.agree("checked/0", "", deadline=Deadline(20.0))
+        if channel.rank == rank:
+            buffers[name] = torch.zeros(buffers[name].numel() * 2, dtype=torch.float16)[::2]
+        with pytest.raises((LayoutError, TransferError), match=r"q_proj.*as at the first refit"):
+            session.run(3)
+
+    run_ranks(WORLD, rank_main)
 
 
 def test_a_failing_manifest_stops_every_rank_during_prepare():
