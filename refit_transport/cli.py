@@ -128,7 +128,7 @@ def run(config: ConfigFile, *, overrides: Overrides = None, as_json: AsJson = Fa
     checked = load(config, overrides)
     from rich.console import Console
 
-    from refit_transport.cli_run import show_end, show_round
+    from refit_transport.cli_run import report_of, show_end, show_round, write_report
     from refit_transport.cluster.run import run_rounds
 
     console = Console(markup=False, highlight=False)
@@ -136,15 +136,12 @@ def run(config: ConfigFile, *, overrides: Overrides = None, as_json: AsJson = Fa
     with progress() as announce:
         for finished in run_rounds(checked, ray_address=os.environ.get("RAY_ADDRESS"), announce=announce):
             rounds.append(finished)
+            if checked.refit_run.report is not None:
+                write_report(rounds, Path(checked.refit_run.report))
             if not as_json:
                 show_round(finished, checked, console)
-    document = {"rounds": [finished.to_json() for finished in rounds]}
-    if checked.refit_run.report is not None:
-        report = Path(checked.refit_run.report)
-        report.parent.mkdir(parents=True, exist_ok=True)
-        report.write_text(json.dumps(document, indent=2) + "\n")
     if as_json:
-        print_json(document)
+        print_json(report_of(rounds))
     else:
         show_end(rounds, console)
 

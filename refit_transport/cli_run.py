@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from refit_transport.cluster.run import RefitRound
 from refit_transport.config.schema import RefitConfig
+from refit_transport.errors import ConfigError, Violation
 from refit_transport.report import render_notes, render_ranks, render_summary, sized
+
+
+def report_of(rounds: Sequence[RefitRound]) -> dict[str, Any]:
+    """The rounds so far as one JSON document."""
+    return {"rounds": [finished.to_json() for finished in rounds]}
+
+
+def write_report(rounds: Sequence[RefitRound], path: Path) -> None:
+    """Writes the report file anew, after each round, so that a later failure loses nothing.
+
+    Raises:
+        ConfigError: the file can't be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report_of(rounds), indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        violation = Violation("refit_run.report", str(path), f"can't be written: {error}", "name another file, or null")
+        raise ConfigError("refit_run", (violation,)) from error
 
 
 def show_round(finished: RefitRound, config: RefitConfig, console: Console) -> None:

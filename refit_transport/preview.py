@@ -15,6 +15,7 @@ from refit_transport.report import PlanSummary
 from refit_transport.scheduling.schedule import Traffic, total_traffic
 from refit_transport.scheduling.topology import Topology
 from refit_transport.sources.megatron_preset import megatron_manifest
+from refit_transport.sources.naming import check_complete
 from refit_transport.targets.vllm_preset import vllm_manifest
 from refit_transport.transports.base import Footprint, Job
 
@@ -134,6 +135,7 @@ def preset_job(config: RefitConfig) -> Job:
         dtype=config.policy.precision,
         make_vocab_size_divisible_by=config.policy.megatron_cfg.make_vocab_size_divisible_by,
     )
+    check_complete(source, model)
     vllm = config.policy.generation.vllm_cfg
     target = vllm_manifest(
         source.tensors,

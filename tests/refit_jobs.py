@@ -19,6 +19,7 @@ from refit_transport.cluster.synchronizer import RefitSynchronizer
 from refit_transport.cluster.workers import WorkerGroup, collect
 from refit_transport.config.checkpoint_config import read_config
 from refit_transport.config.settings import RefitSettings
+from refit_transport.errors import LayoutError
 from refit_transport.fabrics.program import Binding
 from refit_transport.layout.model_shape import ModelShape
 from refit_transport.layout.parallelism import MegatronParallelism
@@ -28,6 +29,7 @@ from refit_transport.scheduling.topology import Topology
 from refit_transport.sources.megatron_preset import megatron_manifest
 from refit_transport.targets.vllm_preset import vllm_manifest
 from refit_transport.transports.base import Job
+from refit_transport.views import piece_view
 
 TIMEOUT_S = 300.0
 PROMPTS = ((1, 2, 3, 4, 5, 6, 7, 8), (8, 6, 4, 2, 0, 9), tuple(range(20, 40)))
@@ -49,6 +51,7 @@ class TestPolicy(PolicyWorker):
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
         self._remembered: dict[str, dict[str, torch.Tensor]] = {}
+        self._refuses = False
 
     def remember(self, name: str) -> None:
         self._remembered[name] = {key: tensor.clone() for key, tensor in self.source().buffers().items()}
@@ -57,6 +60,24 @@ class TestPolicy(PolicyWorker):
         with torch.no_grad():
             for key, tensor in self.source().buffers().items():
                 tensor.copy_(self._remembered[name][key])
+
+    def recall_layer(self, name: str, layer: int) -> None:
+        """Gives one layer the weights of another version."""
+        manifest, buffers = self.source().manifest(self.rank), self.source().buffers()
+        with torch.no_grad():
+            for piece in manifest.pieces:
+                if piece.tensor.startswith(f"model.layers.{layer}."):
+                    piece_view(piece, buffers).copy_(piece_view(piece, self._remembered[name]))
+
+    def refuse_next_send(self, rank: int) -> None:
+        """Makes this rank's next `send` fail, if it is the given one."""
+        self._refuses = rank == self.rank
+
+    def send(self, version: int) -> None:
+        if self._refuses:
+            self._refuses = False
+            raise LayoutError("model.norm.weight", self.rank, "weights", "a refusal")
+        super().send(version)
 
     def swap_pieces(self, tensor: str, other: str, expert: int, other_expert: int) -> None:
         """Exchanges an expert's part of one stacked tensor with an expert's part of the same or another one."""

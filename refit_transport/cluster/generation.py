@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from refit_transport.errors import WorkerError
+from refit_transport.errors import SeamError, WorkerError
 
 if TYPE_CHECKING:
     import torch
@@ -65,6 +66,7 @@ class GenerationWorker:
 
     def join_refit(self, address: RefitAddress) -> None:
         """Joins the refit as this engine's ranks; collective over the whole refit."""
+        self._llm.collective_rpc(_end_open_update)
         self._llm.init_weight_transfer_engine({"init_info": asdict(address)})
 
     def start_refit(self) -> None:
@@ -79,7 +81,8 @@ class GenerationWorker:
     def finish_refit(self, version: int) -> None:
         """Serves the version that arrived: drops what was cached under the old one and lifts the fence."""
         self._llm.finish_weight_update(weight_version=str(version))
-        self._llm.reset_prefix_cache()
+        if not self._llm.reset_prefix_cache():
+            raise WorkerError("generation", self.rank, "finish_refit", "vLLM kept its prefix cache of the old weights")
         self._version, self._fenced = version, ""
 
     def version(self) -> int:
@@ -144,7 +147,8 @@ class GenerationWorker:
 def _environment(rank: int, world_size: int, host: str, port: int, config: EngineConfig) -> dict[str, str]:
     launcher = {
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
+        # Ray shows a worker its own GPU only.
+        "LOCAL_RANK": "0" if _has_cuda() else str(rank),
         "WORLD_SIZE": str(world_size),
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
@@ -189,6 +193,14 @@ def _engine(config: EngineConfig) -> LLM:
         seed=0,
         **options,
     )
+
+
+def _end_open_update(worker: Any) -> None:
+    """A refit that failed elsewhere leaves vLLM's update open, and vLLM would refuse to start the next one."""
+    if not hasattr(worker, "_weight_update_active"):
+        expected = "the flag of an open weight update"
+        raise SeamError("vllm", metadata.version("vllm"), "Worker._weight_update_active", expected)
+    worker._weight_update_active = False
 
 
 def _parameters(worker: Any) -> dict[str, torch.Tensor]:

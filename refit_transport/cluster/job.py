@@ -19,8 +19,6 @@ from refit_transport.cluster.workers import WorkerGroup, collect
 from refit_transport.config.schema import RefitConfig
 from refit_transport.errors import WorkerError
 
-START_TIMEOUT_S = 300.0
-
 
 @dataclass(frozen=True, slots=True)
 class RefitJob:
@@ -71,7 +69,7 @@ def running_job(config: RefitConfig) -> Iterator[RefitJob]:
     resources = _rank_resources(config.cluster.ranks)
     with contextlib.ExitStack() as stack:
         groups = [
-            _group(stack, name, count, resources)
+            _group(stack, name, count, resources, config.refit_run.worker_timeout_s)
             for name, count in (
                 ("policy", config.training_ranks),
                 *(
@@ -82,20 +80,30 @@ def running_job(config: RefitConfig) -> Iterator[RefitJob]:
         ]
         host = None if config.cluster.num_nodes > 1 else LOOPBACK
         policy, *engines = groups
-        building = [policy.build(PolicyWorker, _policy_arguments(config, policy, ports, host))]
-        building += [e.build(GenerationWorker, _engine_arguments(config, e, ports, host)) for e in engines]
-        collect(building, timeout_s=START_TIMEOUT_S)
+        places = []
+        for group in groups:
+            address, port = group.address(ports, host=host)
+            places.append((address, port))
+            ports = ports.promising(port)
+        building = [policy.build(PolicyWorker, _policy_arguments(config, policy, *places[0]))]
+        building += [
+            engine.build(GenerationWorker, _engine_arguments(config, engine, *place))
+            for engine, place in zip(engines, places[1:], strict=True)
+        ]
+        collect(building, timeout_s=config.refit_run.worker_timeout_s)
         synchronizer = RefitSynchronizer(policy, engines, settings=config.refit_settings(), ports=ports, host=host)
         yield RefitJob(policy, tuple(engines), synchronizer)
 
 
-def _group(stack: contextlib.ExitStack, name: str, count: int, resources: Mapping[str, float]) -> WorkerGroup:
+def _group(
+    stack: contextlib.ExitStack, name: str, count: int, resources: Mapping[str, float], timeout_s: float
+) -> WorkerGroup:
     environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", "VLLM_LOGGING_LEVEL": "ERROR"}
     if "GPU" not in resources:
         # One computing thread per rank, because ranks that share cores spin against each other; and no compilation of
         # vLLM's helpers, which takes longer than a small job.
         environment |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-    group = WorkerGroup(name, count, resources=resources, environment=environment, timeout_s=START_TIMEOUT_S)
+    group = WorkerGroup(name, count, resources=resources, environment=environment, timeout_s=timeout_s)
     stack.callback(group.release)
     return group
 
@@ -109,11 +117,8 @@ def _rank_resources(ranks: int) -> dict[str, float]:
     return {"CPU": int(share * 1000) / 1000}
 
 
-def _policy_arguments(
-    config: RefitConfig, group: WorkerGroup, ports: PortRange, host: str | None
-) -> list[dict[str, Any]]:
+def _policy_arguments(config: RefitConfig, group: WorkerGroup, address: str, port: int) -> list[dict[str, Any]]:
     megatron = config.policy.megatron_cfg
-    address, port = group.address(ports, host=host)
     common = {
         "world_size": group.count,
         "init_method": f"tcp://{address}:{port}",
@@ -127,11 +132,8 @@ def _policy_arguments(
     return [{"rank": rank, **common} for rank in range(group.count)]
 
 
-def _engine_arguments(
-    config: RefitConfig, group: WorkerGroup, ports: PortRange, host: str | None
-) -> list[dict[str, Any]]:
+def _engine_arguments(config: RefitConfig, group: WorkerGroup, address: str, port: int) -> list[dict[str, Any]]:
     vllm = config.policy.generation.vllm_cfg
-    address, port = group.address(ports, host=host)
     engine = EngineConfig(
         model=str(Path(config.policy.model_name).resolve()),
         dtype=config.vllm_precision,

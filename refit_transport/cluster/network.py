@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from refit_transport.errors import TransferError
 
@@ -12,18 +13,28 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class PortRange:
-    """The ports that may be listened on, both ends included; 0 to 0 means any that is free."""
+    """The ports that may be listened on, both ends included; 0 to 0 means any that is free.
+
+    `promised` are ports on which somebody is about to listen.
+    """
 
     low: int = 0
     high: int = 0
+    promised: frozenset[int] = frozenset()
+
+    def promising(self, port: int) -> Self:
+        """The range after one of its ports was given to somebody."""
+        return replace(self, promised=self.promised | {port})
 
     def free_port(self, host: str) -> int:
-        """A port of the range on which nobody listens at this moment.
+        """A port of the range on which nobody listens at this moment, and nobody is about to.
 
         Raises:
             TransferError: every port of the range is taken.
         """
         for port in range(self.low, self.high + 1):
+            if port in self.promised:
+                continue
             with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 try:

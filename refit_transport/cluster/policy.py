@@ -20,6 +20,7 @@ class PolicyWorker(TrainingWorker):
         super().__init__(**arguments)
         self._channel: ControlChannel | None = None
         self._session: RefitSession | None = None
+        self._version = -1
 
     def open_refit(self, *, host: str, port: int, world_size: int, timeout_s: float) -> int:
         """Rank 0 only: listens for the refit's other ranks; returns the port (`port` 0: any free one)."""
@@ -43,6 +44,7 @@ class PolicyWorker(TrainingWorker):
             sources=address.sources,
             settings=settings if self.rank == 0 else None,
             source=self.source(),
+            version=self._version,
         )
 
     def send(self, version: int) -> None:
@@ -50,6 +52,7 @@ class PolicyWorker(TrainingWorker):
         session = self._joined("send")
         session.begin()
         session.transfer(version)
+        self._version = session.version
 
     def finish_refit(self) -> RefitReport | None:
         """Closes the refit; rank 0 waits for every rank's figures and returns the report."""

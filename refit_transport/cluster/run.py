@@ -17,7 +17,6 @@ from refit_transport.config.schema import RefitConfig, TinyModel
 from refit_transport.errors import ParityError
 from refit_transport.report import RefitReport
 
-CALL_TIMEOUT_S = 300.0
 _MARKER = "made-by-refit-transport"
 
 
@@ -60,7 +59,7 @@ def run_rounds(config: RefitConfig, *, ray_address: str | None, announce: Announ
         make_tiny_model(Path(config.policy.model_name), config.refit_run.tiny_model)
     announce("starting Ray")
     with ray_cluster(address=ray_address), _started(config, announce) as job:
-        before = agreed(job.engines, "logprobs", config.refit_run.prompts, timeout_s=CALL_TIMEOUT_S)
+        before = agreed(job.engines, "logprobs", config.refit_run.prompts, timeout_s=config.refit_run.worker_timeout_s)
         for version in range(1, config.refit_run.refits + 1):
             finished = _round(config, job, version, before, announce)
             before = finished[1]
@@ -84,11 +83,11 @@ def _round(
     for step in range(run.steps_per_refit):
         announce(f"version {version}: training step {step + 1} of {run.steps_per_refit}")
         batch = token_batch(config, (version - 1) * run.steps_per_refit + step)
-        loss = agreed((job.policy,), "train_step", batch, timeout_s=CALL_TIMEOUT_S)
+        loss = agreed((job.policy,), "train_step", batch, timeout_s=config.refit_run.worker_timeout_s)
     announce(f"version {version}: refit")
     report = job.synchronizer.sync(version)
     announce(f"version {version}: comparing log-probabilities")
-    trained, served = _logprobs(job, run.prompts)
+    trained, served = _logprobs(config, job)
     finished = RefitRound(version, loss, _distance(trained, served), _distance(before, served), report)
     if not finished.largest_difference <= run.logprob_tolerance:
         raise ParityError(version, finished.largest_difference, run.logprob_tolerance, "differ from the trainer's by")
@@ -97,10 +96,11 @@ def _round(
     return finished, served
 
 
-def _logprobs(job: RefitJob, prompts: Any) -> tuple[list[list[float]], list[list[float]]]:
-    policy = job.policy.start("logprobs", prompts)
-    [trained] = collect([policy], timeout_s=CALL_TIMEOUT_S)
-    return trained[0], agreed(job.engines, "logprobs", prompts, timeout_s=CALL_TIMEOUT_S)
+def _logprobs(config: RefitConfig, job: RefitJob) -> tuple[list[list[float]], list[list[float]]]:
+    """The trainer's and the samplers' log-probabilities of the configured prompts."""
+    prompts, timeout_s = config.refit_run.prompts, config.refit_run.worker_timeout_s
+    [trained] = collect([job.policy.start("logprobs", prompts)], timeout_s=timeout_s)
+    return trained[0], agreed(job.engines, "logprobs", prompts, timeout_s=timeout_s)
 
 
 def _distance(a: list[list[float]], b: list[list[float]]) -> float:

@@ -30,8 +30,10 @@ class RefitSynchronizer:
         self._policy, self._engines = policy, tuple(engines)
         self._settings, self._ports, self._host = settings, ports, host
         self._prepared = False
-        # A worker reports its own deadline with a better message than the driver's: give it time to.
+        # A worker reports its own deadline with a better message than the driver's: give it time to. Joining has three
+        # phases of their own: meeting, manifests, plan.
         self._patience_s = settings.timeout_s + 30.0
+        self._join_patience_s = 3 * settings.timeout_s + 30.0
 
     def prepare(self) -> None:
         """Joins all ranks: manifests, plan and connections. Needed once; `sync` calls it when nobody did.
@@ -53,7 +55,7 @@ class RefitSynchronizer:
             own = RefitAddress(host, address.port, first_rank, address.sources, world_size, self._settings.timeout_s)
             pending.append(engine.start("join_refit", own))
             first_rank += engine.count
-        collect(pending, timeout_s=self._patience_s)
+        collect(pending, timeout_s=self._join_patience_s)
         self._prepared = True
 
     def sync(self, version: int) -> RefitReport:

@@ -66,7 +66,7 @@ class TransportSettings(Section):
     # Payload of one message at most: small tensors are packed, large ones cut. An eighth of the staging memory unless
     # set, so that several messages are on their way at a time.
     bucket_bytes: Bytes = Field(default_factory=lambda known: ByteSize(max(1, known["staging_bytes"] // 8)))
-    # Seconds until a rank that waits for another gives up and the refit fails.
+    # Seconds that a phase of the refit may take: meeting, planning, a whole transfer with its verification.
     timeout_s: Annotated[Number, Field(gt=0)] = 300.0
     # What is compared after the transfer: nothing, a checksum of a sample of the boxes, or of all.
     verify: Literal["off", "sample", "full"] = "sample"

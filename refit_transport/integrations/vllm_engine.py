@@ -1,7 +1,9 @@
 """The vLLM weight-transfer engine `refit_transport`: one vLLM rank's part in a refit, driven by vLLM's own calls.
 
 Select it with `WeightTransferConfig(backend="refit_transport")`; `init_weight_transfer_engine` joins the refit,
-`start_weight_update` opens it, `update_weights` receives, and `finish_weight_update` makes vLLM serve what arrived.
+`start_weight_update` opens it, `update_weights` receives and makes every rank's kernels ready for the new weights, and
+`finish_weight_update` closes it. Nothing fences the engine in between: pause generation, or use
+`cluster.generation.GenerationWorker`.
 """
 
 from __future__ import annotations
@@ -55,6 +57,7 @@ class RefitTransportEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo])
         super().__init__(*args, **kwargs)
         self._target = VllmTarget(self.model, self.vllm_config)
         self._session: RefitSession | None = None
+        self._version = -1
 
     def init_transfer_engine(self, init_info: RefitInitInfo) -> None:
         """Joins the refit and plans it; collective over all its ranks. A second call leaves the earlier refit."""
@@ -67,18 +70,22 @@ class RefitTransportEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo])
             world_size=init_info.world_size,
             timeout_s=init_info.timeout_s,
         )
-        self._session = RefitSession.prepare(channel, sources=init_info.sources, target=self._target)
+        self._session = RefitSession.prepare(
+            channel, sources=init_info.sources, target=self._target, version=self._version
+        )
 
     def start_weight_update(self) -> None:
         """Opens a refit: the weights are not to be used until it is finished."""
         self._joined("start_weight_update").begin()
 
     def receive_weights(self, update_info: RefitUpdateInfo) -> None:
-        """Receives, and verifies if the job asks for it."""
-        self._joined("update_weights").transfer(update_info.version)
+        """Receives, verifies if the job asks for it, and runs post-load processing where a layer needs it."""
+        session = self._joined("update_weights")
+        session.transfer(update_info.version)
+        self._version = session.version
 
     def finish_weight_update(self) -> None:
-        """Makes the new weights the ones that are served."""
+        """Closes the refit."""
         self._joined("finish_weight_update").finish()
 
     def shutdown(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from refit_transport.errors import LayoutError
 from refit_transport.layout.box import Span
 
 
@@ -25,6 +26,20 @@ class Partial:
 
 
 Placement = Shard | Replicate | Partial
+
+
+def even_split(span: Span, *, parts: int, index: int, tensor: str) -> Span:
+    """The equal share of `span` that part `index` of `parts` gets, as engines cut their parameters.
+
+    Raises:
+        LayoutError: `parts` doesn't divide the span; names `tensor`.
+
+    >>> even_split(Span(4, 12), parts=2, index=1, tensor="w")
+    Span(start=8, stop=12)
+    """
+    if span.size % parts:
+        raise LayoutError(tensor, -1, f"a size that {parts} ranks divide", str(span.size))
+    return split(span, parts=parts, index=index)
 
 
 def split(span: Span, *, parts: int, index: int) -> Span:

@@ -151,7 +151,7 @@ def _split(plan: TransferPlan, max_bytes: int) -> TransferPlan:
     for atom in range(len(plan)):
         whole = np.stack((plan.lo[atom], plan.hi[atom]), axis=1)[None]
         elements = max(1, max_bytes // plan.tensors[plan.tensor[atom]].wire_bytes)
-        parts = _slabs(whole, elements) if nbytes[atom] > max_bytes else whole
+        parts = slabs(whole, elements) if nbytes[atom] > max_bytes else whole
         parent.append(np.full(len(parts), atom, dtype=np.int64))
         boxes.append(parts)
     atoms, cut = np.concatenate(parent), np.concatenate(boxes)
@@ -165,7 +165,7 @@ def _split(plan: TransferPlan, max_bytes: int) -> TransferPlan:
     )
 
 
-def _slabs(box: Boxes, elements: int) -> Boxes:
+def slabs(box: Boxes, elements: int) -> Boxes:
     """Cuts one box (shape [1, d, 2]) into boxes of at most `elements`, keeping inner dims whole as long as possible."""
     sizes = (box[0, :, 1] - box[0, :, 0]).tolist()
     for dim, size in enumerate(sizes):
@@ -175,5 +175,5 @@ def _slabs(box: Boxes, elements: int) -> Boxes:
         starts = np.arange(box[0, dim, 0], box[0, dim, 1], max(1, elements // inner))
         cut = np.repeat(box, len(starts), axis=0)
         cut[:, dim, 0], cut[:, dim, 1] = starts, np.append(starts[1:], box[0, dim, 1])
-        return cut if inner <= elements else np.concatenate([_slabs(part[None], elements) for part in cut])
+        return cut if inner <= elements else np.concatenate([slabs(part[None], elements) for part in cut])
     return box

@@ -12,7 +12,8 @@ import numpy as np
 from refit_transport.layout.box import Box
 from refit_transport.layout.layout import row_major_strides
 from refit_transport.layout.manifest import DTYPE_BYTES, Manifest, Piece, RankManifest, TensorSpec
-from refit_transport.planning.plan import TransferPlan
+from refit_transport.planning.overlap import boxes_to_array
+from refit_transport.planning.plan import TransferPlan, slabs
 from refit_transport.planning.planner import PieceIndex, plan_transfer
 from refit_transport.scheduling.schedule import Parcels, Schedule
 from refit_transport.scheduling.scheduler import Draft, Leg, aligned, assemble
@@ -87,20 +88,14 @@ def _slab_bytes(slab: Piece, specs: Sequence[TensorSpec]) -> int:
 
 
 def _slabs(item: Staged, chunk_bytes: int) -> list[Piece]:
-    """Cuts a staged box along its first dim of more than one element."""
-    width = DTYPE_BYTES[item.tensor.dtype]
+    """Cuts a staged box into pieces of at most `chunk_bytes` (one element at least) of the staging buffer."""
+    width, dims = DTYPE_BYTES[item.tensor.dtype], len(item.box.spans)
     strides = row_major_strides(item.box.shape)
-    dim = next((d for d, size in enumerate(item.box.shape) if size > 1), None)
-    if dim is None or item.nbytes <= chunk_bytes:
-        return [Piece(item.tensor.name, item.box, STAGING, item.offset // width, strides)]
-    whole = item.box.spans[dim]
-    step = max(1, chunk_bytes // (strides[dim] * width))
     pieces = []
-    for start in range(whole.start, whole.stop, step):
-        span = type(whole)(start, min(start + step, whole.stop))
-        box = Box((*item.box.spans[:dim], span, *item.box.spans[dim + 1 :]))
-        offset = item.offset // width + (start - whole.start) * strides[dim]
-        pieces.append(Piece(item.tensor.name, box, STAGING, offset, strides))
+    for part in slabs(boxes_to_array((item.box,), dims), max(1, chunk_bytes // width))[:, :dims].tolist():
+        box = Box.of(*map(tuple, part))
+        inside = sum((p - q) * step for p, q, step in zip(box.offset, item.box.offset, strides, strict=True))
+        pieces.append(Piece(item.tensor.name, box, STAGING, item.offset // width + inside, strides))
     return pieces
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from refit_transport.errors import LayoutError
 from refit_transport.layout.box import Box, Span
 from refit_transport.layout.layout import piece_of_its_own
 from refit_transport.layout.manifest import Manifest, Piece, RankManifest, TensorSpec
@@ -18,6 +17,7 @@ from refit_transport.layout.parallelism import (
     require_fit,
     stage_layers,
 )
+from refit_transport.layout.placement import even_split
 from refit_transport.sources.naming import Placed, Shard, place
 from refit_transport.sources.naming_table import TABLE, Row
 
@@ -86,26 +86,20 @@ def _shards(
     part_rows = [vocab if row.padded else model.size(part.dims[row.row_dim]) for part in row.parts]
     inner = model.dims(row.parts[0].dims[row.row_dim + 1 :])
     outer = (model.experts,) if stacked else ()
-    experts = _share(Span(0, model.experts), cut.expert, here.expert, key)
+    experts = even_split(Span(0, model.experts), parts=cut.expert, index=here.expert, tensor=key)
     rows = [Span(0, sum(part_rows))]
     if row.cut == "each_part":
         starts = [sum(part_rows[:number]) for number in range(len(part_rows))]
         rows = [
-            _share(Span(start, start + size), count, index, key) for start, size in zip(starts, part_rows, strict=True)
+            even_split(Span(start, start + size), parts=count, index=index, tensor=key)
+            for start, size in zip(starts, part_rows, strict=True)
         ]
     elif row.cut == "rows":
-        rows = [_share(rows[0], count, index, key)]
+        rows = [even_split(rows[0], parts=count, index=index, tensor=key)]
     rest = [Span(0, size) for size in inner]
     if row.cut == "columns":
-        rest[0] = _share(rest[0], count, index, key)
+        rest[0] = even_split(rest[0], parts=count, index=index, tensor=key)
     for expert in range(experts.start, experts.stop) if stacked else (0,):
         first = (Span(expert, expert + 1),) if stacked else ()
         for span in rows:
             yield Shard(key, (*outer, sum(part_rows), *inner), Box((*first, span, *rest)), row.row_dim)
-
-
-def _share(span: Span, count: int, index: int, key: str) -> Span:
-    if span.size % count:
-        raise LayoutError(key, -1, f"a size that {count} ranks divide", str(span.size))
-    size = span.size // count
-    return Span(span.start + index * size, span.start + (index + 1) * size)

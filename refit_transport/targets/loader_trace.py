@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from refit_transport.layout.box import Box
-from refit_transport.targets.strided import LocatedView, StridedView, dense_strides, locate
+from refit_transport.layout.layout import row_major_strides
+from refit_transport.targets.strided import LocatedView, StridedView, locate
 
 _ATEN = torch.ops.aten
 
@@ -161,7 +162,7 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # A storage's address identifies it only while it is alive.
         self._alive: list[torch.UntypedStorage] = []
         for name, shape in self._shapes.items():
-            base = StridedView(0, shape, dense_strides(shape))
+            base = StridedView(0, shape, row_major_strides(shape))
             self._note(sources[name], _Plain(name, shape, base, (sources[name].dtype,)))
         for name, tensor in parameters.items():
             self._note(tensor, name)
@@ -209,7 +210,7 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         whole = origin.through(located)
         dims = sorted(range(len(whole.shape)), key=lambda dim: -located.strides[dim])
         shape = tuple(whole.shape[dim] for dim in dims)
-        for dim, step in zip(dims, dense_strides(shape), strict=True):
+        for dim, step in zip(dims, row_major_strides(shape), strict=True):
             if whole.shape[dim] > 1 and located.strides[dim] != step:
                 return None
         base = StridedView(whole.offset, shape, tuple(whole.strides[dim] for dim in dims))

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from refit_transport.layout.box import Box
+from refit_transport.layout.layout import row_major_strides
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +30,6 @@ class LocatedView:
     strides: tuple[int, ...]
 
 
-def dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides, in elements, of a contiguous tensor.
-
-    >>> dense_strides((4, 3, 5))
-    (15, 5, 1)
-    """
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-
-
 def locate(view: StridedView, dense: tuple[int, ...], copy_strides: tuple[int, ...]) -> LocatedView | None:
     """Finds the box of a contiguous tensor of shape `dense` that `view` covers.
 
@@ -55,7 +47,7 @@ def locate(view: StridedView, dense: tuple[int, ...], copy_strides: tuple[int, .
     """
     if view.numel == 0:
         return None
-    steps = dense_strides(dense)
+    steps = row_major_strides(dense)
     starts = tuple(view.offset // step % size for step, size in zip(steps, dense, strict=True))
     lengths, strides = [1] * len(dense), [0] * len(dense)
     wide = [dim for dim, size in enumerate(dense) if size > 1]

@@ -17,6 +17,7 @@ from refit_transport.layout.layout import piece_of_its_own
 from refit_transport.layout.manifest import Manifest, Piece, RankManifest, TensorSpec
 from refit_transport.layout.model_shape import ModelShape
 from refit_transport.layout.parallelism import engine_misfits, require_fit
+from refit_transport.layout.placement import even_split
 
 Cut = Literal["whole", "vocabulary", "rows", "kv_rows", "columns", "expert_rows", "expert_columns"]
 
@@ -124,11 +125,12 @@ class _Rank:
     def _rows(self, spec: TensorSpec, cut: Cut) -> Span:
         if cut == "vocabulary":
             padded = -(-spec.shape[0] // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-            share = _share(spec, padded, self.size, self.index)
+            share = even_split(Span(0, padded), parts=self.size, index=self.index, tensor=spec.name)
             return Span(min(share.start, spec.shape[0]), min(share.stop, spec.shape[0]))
         if cut == "kv_rows" and self.model.kv_heads < self.size:
             # Ranks that share a KV head each keep a copy.
-            return _share(spec, spec.shape[0], self.model.kv_heads, self.index * self.model.kv_heads // self.size)
+            owner = self.index * self.model.kv_heads // self.size
+            return even_split(spec.box.spans[0], parts=self.model.kv_heads, index=owner, tensor=spec.name)
         return self._share(spec, 0)
 
     def _experts(self, spec: TensorSpec, *, dim: int) -> Iterator[Box]:
@@ -144,10 +146,4 @@ class _Rank:
             yield Box((Span(number, number + 1), *spans))
 
     def _share(self, spec: TensorSpec, dim: int) -> Span:
-        return _share(spec, spec.shape[dim], self.size, self.index)
-
-
-def _share(spec: TensorSpec, size: int, count: int, index: int) -> Span:
-    if size % count:
-        raise LayoutError(spec.name, -1, f"a size that {count} vLLM ranks divide", str(size))
-    return Span(index * (size // count), (index + 1) * (size // count))
+        return even_split(spec.box.spans[dim], parts=self.size, index=self.index, tensor=spec.name)

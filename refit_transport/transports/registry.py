@@ -15,6 +15,7 @@ from importlib.metadata import EntryPoint, entry_points
 from refit_transport.errors import DuplicateTransportError, MissingDependencyError, UnknownTransportError
 
 ENTRY_POINT_GROUP = "refit_transport.transports"
+PROTOCOL = ("digest", "traffic", "check", "footprint", "run")
 DEFAULT_TRANSPORT = "gather_broadcast"
 
 
@@ -116,4 +117,8 @@ def load(entry: TransportEntry) -> type:
         found = getattr(found, part, None)
     if not isinstance(found, type):
         raise UnknownTransportError(entry.name, known, f"{module_name!r} has no class {attribute!r}")
+    missing_calls = [call for call in PROTOCOL if not callable(getattr(found, call, None))]
+    if missing_calls:
+        reason = f"{attribute!r} is no transport: it lacks {', '.join(missing_calls)} (see transports.base.Transport)"
+        raise UnknownTransportError(entry.name, known, reason)
     return found

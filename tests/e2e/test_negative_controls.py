@@ -7,6 +7,7 @@ import pytest
 from refit_jobs import Case, RunningCase, largest_difference, wrong_parameters
 from test_refit import MOE_CUT
 
+from refit_transport.errors import WorkerError
 from refit_transport.testing.models import save_tiny_model
 
 pytestmark = pytest.mark.e2e
@@ -57,12 +58,33 @@ def test_the_oracle_itself_sees_a_single_flipped_element(synced):
     assert wrong_parameters(synced, exported) == ["rank 0: model.norm.weight", "rank 1: model.norm.weight"]
 
 
-def test_a_fenced_engine_refuses_to_generate_until_a_complete_refit(synced):
-    from refit_transport.errors import WorkerError
+def test_a_stale_layer_is_seen(synced):
+    synced.policy.call("perturb", 2)
+    synced.policy.call("remember", "next")
+    synced.policy.call("recall", "good")
+    synced.policy.call("recall_layer", "next", 1)
+    try:
+        wrong = wrong_parameters(synced, synced.exported())
+        assert wrong
+        assert all(".layers.1." in name for name in wrong)
+        assert largest_difference(synced) > 1e-4
+    finally:
+        synced.policy.call("recall", "good")
 
-    synchronizer = synced.synchronizer(coverage="all")
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_after_a_failed_refit_engines_stay_fenced_and_the_next_one_is_exact(synced, rank):
+    synchronizer = synced.synchronizer(coverage="all", timeout_s=20.0)
     synchronizer.prepare()
+    synced.policy.call("perturb", 3 + rank)
+    synced.policy.call("refuse_next_send", rank)
+    with pytest.raises(WorkerError, match=r"a refusal|no receive completed|peer failure|Connection closed"):
+        synchronizer.sync(2 + 10 * rank)
     [engine] = synced.engines
-    engine.call("start_refit")
     with pytest.raises(WorkerError, match=r"logprobs.*fenced: a refit is open"):
         engine.call("logprobs", [[1, 2, 3]])
+    assert engine.call("version")[0] < 2 + 10 * rank
+    synchronizer.sync(3 + 10 * rank)
+    assert wrong_parameters(synced, synced.exported()) == []
+    assert largest_difference(synced) <= 1e-4
+    assert engine.call("version") == [3 + 10 * rank] * 2

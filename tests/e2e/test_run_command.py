@@ -50,6 +50,19 @@ def shared_memory() -> set[str]:
     return {path.name for path in Path("/dev/shm").iterdir() if "cpushm" in path.name or path.name.startswith("psm_")}
 
 
+def free_window(count: int) -> int:
+    """The first of `count` consecutive ports on which nobody listens."""
+    for low in range(21000, 31000, count):
+        try:
+            for port in range(low, low + count):
+                with socket.socket() as probe:
+                    probe.bind(("127.0.0.1", port))
+        except OSError:
+            continue
+        return low
+    raise AssertionError("no free ports")
+
+
 class Run:
     """One run of the command in a folder of its own."""
 
@@ -130,8 +143,12 @@ def test_a_wrong_configuration_ends_at_once_with_one_message(name, tmp_path):
 
 @pytest.mark.e2e
 def test_a_small_job_runs_and_leaves_its_report_and_nothing_else(tmp_path):
+    low = free_window(12)
     config = with_changes(
         cluster__gpus_per_node=3,
+        # Several groups of workers share one range of ports.
+        cluster__master_port_range_low=low,
+        cluster__master_port_range_high=low + 11,
         policy__generation__colocated={"enabled": False, "resources": {"gpus_per_node": 2}},
         policy__generation__vllm_cfg={"tensor_parallel_size": 2},
     )

@@ -4,6 +4,7 @@ import time
 
 import pytest
 import torch
+from third_party_transport import Counting
 
 from refit_transport.config.settings import RefitSettings
 from refit_transport.errors import AgreementError, LayoutError, TransferError, VerificationError, VersionError
@@ -137,6 +138,13 @@ def test_a_refit_checks_out_and_stays_in_its_footprint(coverage):
         return sum(used)
 
     assert max(run_ranks(WORLD, rank_main)) > 0
+
+
+def test_a_transport_of_another_package_carries_everything():
+    cluster = Cluster(settings(transport="third_party_transport:Counting"))
+    summary = refit_versions(cluster, [1, 2])[1].summary
+    assert [(part.name, part.tensors) for part in summary.transports] == [("third_party_transport:Counting", 5)]
+    assert Counting.runs == 2 * WORLD
 
 
 def test_each_byte_enters_a_domain_once_and_the_old_way_moves_more():

@@ -5,7 +5,8 @@ import random
 import pytest
 import torch
 
-from refit_transport.targets.strided import StridedView, dense_strides, locate
+from refit_transport.layout.layout import row_major_strides
+from refit_transport.targets.strided import StridedView, locate
 
 
 def _random_view(rng: random.Random, tensor: torch.Tensor) -> torch.Tensor:
@@ -82,4 +83,4 @@ def test_a_located_box_moves_the_same_elements_as_the_view(seed):
     ids=["every second row", "broadcast", "diagonal", "wraps into the next row", "one row and a half"],
 )
 def test_views_that_are_no_box_are_refused(shape, strides):
-    assert locate(StridedView(0, shape, strides), (4, 6), dense_strides(shape)) is None
+    assert locate(StridedView(0, shape, strides), (4, 6), row_major_strides(shape)) is None

@@ -15,6 +15,7 @@ from refit_transport.transports import registry
 from refit_transport.transports.registry import (
     BUILT_IN,
     ENTRY_POINT_GROUP,
+    PROTOCOL,
     TransportEntry,
     known_transports,
     load,
@@ -100,7 +101,9 @@ def test_unknown_names_list_the_known(name: str, reason: str) -> None:
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    (tmp_path / "their_transport.py").write_text("class Outer:\n    class Inner: ...\nvalue = 3\n")
+    calls = f"{' = '.join(PROTOCOL)} = print"
+    lines = ("class Outer:", f"    {calls}", f"    class Inner: {calls}", "value = 3", "class Other: run = print")
+    (tmp_path / "their_transport.py").write_text("\n".join(lines))
     (tmp_path / "their_broken.py").write_text("import a_package_nobody_has\n")
     monkeypatch.syspath_prepend(tmp_path)
     return "their_transport"
@@ -113,7 +116,12 @@ def test_load_by_path(package: str) -> None:
 
 @pytest.mark.parametrize(
     ("target", "reason"),
-    [("nowhere_at_all.sub:Class", "no module 'nowhere_at_all'"), ("{0}:Nobody", "no class"), ("{0}:value", "no class")],
+    [
+        ("nowhere_at_all.sub:Class", "no module 'nowhere_at_all'"),
+        ("{0}:Nobody", "no class"),
+        ("{0}:value", "no class"),
+        ("{0}:Other", "lacks digest, traffic, check, footprint"),
+    ],
 )
 def test_load_of_what_is_not_there(package: str, target: str, reason: str) -> None:
     with pytest.raises(UnknownTransportError) as caught:
