@@ -33,8 +33,8 @@ class GlooFabric:
     def __init__(self, store: Store, *, rank: int, world_size: int, address: str, timeout_s: float) -> None:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [ProcessGroupGloo.create_device(hostname=address)]
-        # Connecting to a peer that never comes takes gloo five times this.
-        options._timeout = timedelta(seconds=max(1.0, timeout_s / 5))
+        # A peer that is late has this long to come; one that dies while it connects holds the others up to five times.
+        options._timeout = timedelta(seconds=timeout_s)
         self._rank = rank
         try:
             self._group: ProcessGroupGloo | None = ProcessGroupGloo(store, rank, world_size, options)

@@ -63,32 +63,43 @@ class Holdings:
 
 
 @dataclass(frozen=True, slots=True)
-class TransferPlan:
-    """Disjoint boxes ("atoms"), each wholly held by its holders (source pieces) and wholly wanted by its wanters.
+class Parcels:
+    """Boxes of tensors, a row per box.
 
-    Columns have a row per atom: `tensor` (index in `tensors`), `lo` and `hi` (shape [n, most dims], padded with 0, 1).
+    Columns: `tensor` (index in `tensors`), `lo` and `hi` (shape [n, most dims], padded with 0, 1).
     """
 
     tensors: tuple[PlannedTensor, ...]
     tensor: Ints
     lo: Ints
     hi: Ints
-    holders: Holdings
-    wanters: Holdings
 
     def __len__(self) -> int:
         return len(self.tensor)
 
-    def box(self, atom: int) -> Box:
-        """The atom's box in its tensor's own dims."""
-        dims = len(self.tensors[self.tensor[atom]].shape)
-        return Box.of(*zip(self.lo[atom, :dims].tolist(), self.hi[atom, :dims].tolist(), strict=True))
+    def box(self, row: int) -> Box:
+        """The box in its tensor's own dims."""
+        dims = len(self.tensors[self.tensor[row]].shape)
+        return Box.of(*zip(self.lo[row, :dims].tolist(), self.hi[row, :dims].tolist(), strict=True))
+
+    def name(self, row: int) -> str:
+        """The canonical name of the box's tensor."""
+        tensor: PlannedTensor = self.tensors[self.tensor[row]]
+        return tensor.name
 
     def nbytes(self) -> Ints:
-        """The bytes of each atom on the wire, shape [n]."""
+        """The bytes of each box on the wire, shape [n]."""
         width = np.array([tensor.wire_bytes for tensor in self.tensors], dtype=np.int64)
         elements: Ints = np.prod(self.hi - self.lo, axis=1, dtype=np.int64)
         return elements * width[self.tensor] if len(self) else elements
+
+
+@dataclass(frozen=True, slots=True)
+class TransferPlan(Parcels):
+    """Disjoint boxes ("atoms"), each wholly held by its holders (source pieces) and wholly wanted by its wanters."""
+
+    holders: Holdings
+    wanters: Holdings
 
     def digest(self) -> str:
         """Equal on every rank that computed the same plan."""

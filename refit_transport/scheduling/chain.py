@@ -13,9 +13,9 @@ from refit_transport.layout.box import Box
 from refit_transport.layout.layout import row_major_strides
 from refit_transport.layout.manifest import DTYPE_BYTES, Manifest, Piece, RankManifest, TensorSpec
 from refit_transport.planning.overlap import boxes_to_array
-from refit_transport.planning.plan import TransferPlan, slabs
+from refit_transport.planning.plan import Parcels, TransferPlan, slabs
 from refit_transport.planning.planner import PieceIndex, plan_transfer
-from refit_transport.scheduling.schedule import Parcels, Schedule
+from refit_transport.scheduling.schedule import Schedule
 from refit_transport.scheduling.scheduler import Draft, Leg, aligned, assemble
 from refit_transport.scheduling.topology import Topology
 

@@ -13,32 +13,9 @@ from refit_transport.errors import PlanError
 from refit_transport.layout.box import Box
 from refit_transport.layout.manifest import Manifest
 from refit_transport.layout.wire import digest
-from refit_transport.planning.plan import Ints, PlannedTensor
+from refit_transport.planning.plan import Ints, Parcels
 
 Flags = npt.NDArray[np.bool_]
-
-
-@dataclass(frozen=True, slots=True)
-class Parcels:
-    """The boxes that travel: a row per box, as in `TransferPlan`."""
-
-    tensors: tuple[PlannedTensor, ...]
-    tensor: Ints
-    lo: Ints
-    hi: Ints
-
-    def __len__(self) -> int:
-        return len(self.tensor)
-
-    def box(self, parcel: int) -> Box:
-        """The parcel's box in its tensor's own dims."""
-        dims = len(self.tensors[self.tensor[parcel]].shape)
-        return Box.of(*zip(self.lo[parcel, :dims].tolist(), self.hi[parcel, :dims].tolist(), strict=True))
-
-    def name(self, parcel: int) -> str:
-        """The canonical name of the parcel's tensor."""
-        tensor: PlannedTensor = self.tensors[self.tensor[parcel]]
-        return tensor.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,8 +183,7 @@ class _Replay:
     def _check_extents(self) -> None:
         """In each message the parcels lie one after the other inside `nbytes`, and `payload` is their sum."""
         legs, messages, parcels = self._schedule.legs, self._schedule.messages, self._schedule.parcels
-        width = np.array([tensor.wire_bytes for tensor in parcels.tensors], dtype=np.int64)
-        sizes = np.prod(parcels.hi - parcels.lo, axis=1, dtype=np.int64) * width[parcels.tensor]
+        sizes = parcels.nbytes()
         end, message = 0, -1
         payload = np.zeros(len(messages), dtype=np.int64)
         for leg, parcel in enumerate(legs.parcel.tolist()):

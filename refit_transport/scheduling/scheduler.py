@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from refit_transport.planning.plan import TransferPlan
-from refit_transport.scheduling.schedule import Legs, Messages, Parcels, Schedule
+from refit_transport.planning.plan import Parcels, TransferPlan
+from refit_transport.scheduling.schedule import Legs, Messages, Schedule
 from refit_transport.scheduling.topology import Topology
 
 ALIGNMENT = 16
