@@ -36,6 +36,7 @@ class ExitCode(IntEnum):
     FINE = 0
     FAILED = 1
     WRONG_USAGE = 2
+    INTERRUPTED = 130
 
 
 class _Commands(TyperGroup):
@@ -50,6 +51,9 @@ class _Commands(TyperGroup):
         except RefitTransportError as error:
             typer.echo(f"refit-transport: {error}", err=True)
             raise typer.Exit(ExitCode.FAILED) from None
+        except KeyboardInterrupt:
+            typer.echo("refit-transport: interrupted; everything that was started has ended", err=True)
+            raise typer.Exit(ExitCode.INTERRUPTED) from None
 
 
 app = typer.Typer(

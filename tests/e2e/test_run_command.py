@@ -80,6 +80,10 @@ class Run:
             text=True,
         )
 
+    def interrupt(self) -> None:
+        """What Ctrl-C does to the command itself."""
+        self._process.send_signal(signal.SIGINT)
+
     def finish(self, timeout_s: float = 240.0) -> tuple[int, str, str]:
         """Exit code, stdout and stderr; every process of the run must be gone soon afterwards."""
         try:
@@ -164,6 +168,19 @@ def test_a_small_job_runs_and_leaves_its_report_and_nothing_else(tmp_path):
             "gather_broadcast",
             "nccl_reshard",
         ]
+
+
+@pytest.mark.e2e
+def test_ctrl_c_ends_everything_with_one_message(tmp_path):
+    run = Run(tmp_path, SMALL)
+    end = time.monotonic() + 120.0
+    while time.monotonic() < end and not any("_Host.build" in command for _, command in processes(run.mark)):
+        time.sleep(0.1)
+    run.interrupt()
+    code, _, errors = run.finish(timeout_s=60.0)
+    assert code == 130
+    assert "interrupted; everything that was started has ended" in errors
+    assert "Traceback" not in errors
 
 
 @pytest.mark.e2e
