@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,9 +55,30 @@ def ray_cluster(*, address: str | None, cpus: int | None = None) -> Iterator[Non
     except (ConnectionError, RuntimeError) as error:
         raise WorkerError("ray", -1, "start", str(error).strip().splitlines()[0]) from error
     try:
-        yield
+        with _terminable():
+            yield
     finally:
         ray.shutdown()
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Lets SIGTERM end the block in order; Ray's own handler would print a trace and leave at once.
+
+    Only the main thread may set handlers; elsewhere whoever runs there decides.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _terminate(number: int, _: object) -> None:
+    raise SystemExit(128 + number)
 
 
 @contextlib.contextmanager
