@@ -10,19 +10,23 @@ from typing import Literal, Protocol
 
 from refit_transport.fabrics.deadline import Deadline
 from refit_transport.fabrics.program import Program
+from refit_transport.fabrics.slots import SlotMemory
+
+Phase = Literal["pack", "network", "exchange", "unpack", "load"]
 
 
 @dataclass(slots=True)
 class Spent:
     """What a transport took on one rank: seconds by phase and payload bytes that really crossed.
 
-    pack: copying into message slots. network: waiting for peers. local: copying out of slots and between local views.
-    load: the engine's own loader.
+    pack: copying into payload slots, and between local views. network: waiting for peers of other hosts or domains.
+    exchange: waiting for peers that share memory. unpack: copying out of slots. load: the engine's own loader.
     """
 
     pack: float = 0.0
     network: float = 0.0
-    local: float = 0.0
+    exchange: float = 0.0
+    unpack: float = 0.0
     load: float = 0.0
     sent_bytes: int = 0
     received_bytes: int = 0
@@ -33,7 +37,7 @@ class Spent:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     @contextmanager
-    def timing(self, phase: Literal["pack", "network", "local", "load"]) -> Iterator[None]:
+    def timing(self, phase: Phase) -> Iterator[None]:
         """Adds the block's wall time to a phase."""
         began = time.perf_counter()
         try:
@@ -44,6 +48,10 @@ class Spent:
 
 class Fabric(Protocol):
     """A private group of ranks. Every rank of the group runs its own program of the same schedule (collective)."""
+
+    @property
+    def memory(self) -> SlotMemory:
+        """The slots that programs for this fabric are to be lowered on."""
 
     def run(self, program: Program, *, deadline: Deadline) -> Spent:
         """Executes one rank's program.

@@ -1,207 +1,242 @@
-"""Lowering: one rank's share of a schedule as an ordered list of operations on bound views and message slots."""
+"""Lowering: one rank's share of a schedule as an ordered list of steps on bound views and payload slots."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from refit_transport.layout.box import Box
-from refit_transport.layout.manifest import RankManifest
+from refit_transport.fabrics.binding import Binding, Part
+from refit_transport.fabrics.slots import SlotMemory, SlotSizes
 from refit_transport.scheduling.schedule import Schedule
-from refit_transport.views import box_view, piece_view, torch_dtype
-
-Kind = Literal["send", "receive", "copy"]
+from refit_transport.views import box_view, torch_dtype
 
 
 @dataclass(frozen=True, slots=True)
-class Binding:
-    """A rank's manifest of one role together with the live buffers that its pieces point into."""
+class Moves:
+    """Copies to make one after the other: `into[i]` becomes `out_of[i]`, of the same shape, converted if need be."""
 
-    manifest: RankManifest
-    buffers: Mapping[str, torch.Tensor]
-    dtypes: Mapping[str, torch.dtype]
+    into: tuple[torch.Tensor, ...] = ()
+    out_of: tuple[torch.Tensor, ...] = ()
 
-    @classmethod
-    def of(cls, manifest: RankManifest, buffers: Mapping[str, torch.Tensor]) -> Self:
-        return cls(manifest, buffers, {spec.name: torch_dtype(spec.dtype) for spec in manifest.tensors})
-
-    def view(self, piece: int) -> torch.Tensor:
-        """The strided view of a whole piece, shaped like its box, in the dtype that the manifest declares."""
-        described = self.manifest.pieces[piece]
-        return piece_view(described, self.buffers, dtype=self.dtypes[described.tensor])
-
-    def box_view(self, piece: int, box: Box) -> torch.Tensor:
-        """The strided view of a box inside a piece, shaped like the box."""
-        return box_view(self.view(piece), self.manifest.pieces[piece].box, box)
-
-    def addresses(self) -> tuple[int, ...]:
-        """Where the buffers lie; when it changes, programs bound to them are void."""
-        return tuple(buffer.data_ptr() for buffer in self.buffers.values())
+    def make(self) -> None:
+        """Copies."""
+        if self.into:
+            # One call for all: thousands of small copies would else spend their time in Python.
+            torch._foreach_copy_(list(self.into), list(self.out_of))  # noqa: SLF001
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
-    """One parcel of an operation: the live view and the view of the message that stands for it."""
+class Transmission:
+    """A hop as one of its ends sees it."""
 
-    live: torch.Tensor
-    wire: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """One message as this rank takes part in it.
-
-    `payload` is the contiguous uint8 tensor that crosses the fabric: a message slot, or live memory itself when the
-    message is one contiguous range there (then `moves` is empty). The moves of a copy go from `wire` to `live`, both
-    of them live memory.
-    """
-
-    message: int
-    kind: Kind
+    hop: int
     peer: int
     local: bool
-    after: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One payload as this rank takes part in it, in this order: it arrives or is packed, is sent on, is unpacked.
+
+    `memory` is the contiguous uint8 tensor that the payload occupies here: `slot_offset` says where in the slot memory,
+    None that it is live memory itself, in which case there is nothing to pack or unpack. `shared` is the sender's slot,
+    where this rank can read it; then `unpack` reads from there, unless the payload is sent on too.
+    """
+
+    payload: int
     nbytes: int
-    payload: torch.Tensor
-    moves: tuple[Move, ...]
+    incoming: Transmission | None
+    sends: tuple[Transmission, ...]
+    memory: torch.Tensor
+    slot_offset: int | None
+    shared: torch.Tensor | None
+    pack: Moves
+    unpack: Moves
     tensor: str
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One rank's operations in message order; at most `window` of them are in flight at a time."""
+    """One rank's steps in the schedule's order, and how many slots there are."""
 
     rank: int
-    operations: tuple[Operation, ...]
-    window: int
+    steps: tuple[Step, ...]
+    slots: int
 
 
-class SlotPool:
-    """Message slots of one rank, shared by programs that run one after the other.
+def lower(
+    schedule: Schedule,
+    rank: int,
+    *,
+    source: Binding | None,
+    target: Binding | None,
+    memory: SlotMemory,
+    sizes: SlotSizes,
+) -> Program:
+    """Binds the rank's payloads to its memory and slots; running the program then computes no geometry.
 
-    `window` slots (as many messages as `staging_bytes` holds, 2 at least) of the largest message's size, allocated when
-    first needed. The i-th operation of a program uses slot i modulo `window`, so the window bounds the memory too.
+    Raises:
+        LayoutError: the rank's pieces don't hold what the schedule has it send.
     """
-
-    def __init__(self, schedules: Iterable[Schedule], *, staging_bytes: int) -> None:
-        self._slot_bytes = max((int(s.messages.nbytes.max()) for s in schedules if len(s.messages)), default=1)
-        self.window = max(2, staging_bytes // self._slot_bytes)
-        self._slots: dict[int, torch.Tensor] = {}
-
-    def slot(self, operation: int, nbytes: int) -> torch.Tensor:
-        """The first `nbytes` of the slot that a program's operation of this index uses."""
-        index = operation % self.window
-        if index not in self._slots:
-            self._slots[index] = torch.empty(self._slot_bytes, dtype=torch.uint8)
-        return self._slots[index][:nbytes]
-
-    def most_bytes(self, schedule: Schedule, rank: int) -> int:
-        """The bytes that the rank's part of a schedule allocates at most: messages sent in place need no slot."""
-        messages = schedule.messages
-        operations = int(np.count_nonzero((messages.sender == rank) | (messages.receiver == rank)))
-        return self._slot_bytes * min(self.window, operations)
-
-    @property
-    def allocated(self) -> int:
-        """Bytes allocated so far."""
-        return self._slot_bytes * len(self._slots)
-
-
-def lower(schedule: Schedule, rank: int, *, source: Binding | None, target: Binding | None, pool: SlotPool) -> Program:
-    """Binds the rank's messages to its memory and to message slots; running the program then computes no geometry."""
-    messages = schedule.messages
-    mine = np.flatnonzero((messages.sender == rank) | (messages.receiver == rank)).tolist()
-    lowering = _Lowering(schedule, rank, source, target, pool)
-    operations = tuple(lowering.operation(index, message) for index, message in enumerate(mine))
-    return Program(rank, operations, pool.window)
+    lowering = _Lowering(schedule, rank, source, target, memory, sizes)
+    return Program(rank, tuple(lowering.steps()), sizes.count)
 
 
 class _Lowering:
     """Geometry of one `lower` call."""
 
     def __init__(
-        self, schedule: Schedule, rank: int, source: Binding | None, target: Binding | None, pool: SlotPool
+        self,
+        schedule: Schedule,
+        rank: int,
+        source: Binding | None,
+        target: Binding | None,
+        memory: SlotMemory,
+        sizes: SlotSizes,
     ) -> None:
         self._schedule, self._rank = schedule, rank
-        self._source, self._target, self._pool = source, target, pool
-        legs = schedule.legs
-        self._first = np.searchsorted(legs.message, np.arange(len(schedule.messages) + 1)).tolist()
+        self._source, self._target = source, target
+        self._memory, self._sizes = memory, sizes
+        hops = schedule.hops
+        mine = np.flatnonzero((hops.sender == rank) | (hops.receiver == rank))
+        self._hops = mine[hops.sender[mine] != hops.receiver[mine]].tolist()
+        self._copies = mine[hops.sender[mine] == hops.receiver[mine]].tolist()
+        self._dtypes = [torch_dtype(tensor.wire_dtype) for tensor in schedule.parcels.tensors]
+        self._payloads_of: dict[int, npt.NDArray[np.int64]] = {}
 
-    def operation(self, index: int, message: int) -> Operation:
-        m = self._schedule.messages
-        sender, receiver = int(m.sender[message]), int(m.receiver[message])
-        nbytes = int(m.nbytes[message])
-        legs = range(self._first[message], self._first[message + 1])
-        tensor = self._schedule.parcels.name(int(self._schedule.legs.parcel[legs[0]]))
-        if sender == receiver:
-            moves = tuple(Move(self._live(leg, sending=False), self._live(leg, sending=True)) for leg in legs)
-            kind: Kind = "copy"
-            payload = torch.empty(0, dtype=torch.uint8)
-        else:
-            kind = "send" if sender == self._rank else "receive"
-            live = [self._live(leg, sending=kind == "send") for leg in legs]
-            payload, moves = self._payload(legs, live, index, nbytes)
-        return Operation(
-            message,
-            kind,
-            receiver if kind == "send" else sender,
-            bool(m.local[message]),
-            int(m.after[message]),
-            int(m.payload[message]),
+    def steps(self) -> list[Step]:
+        """The rank's own steps, ascending; copies use no slot, and come first."""
+        hops = self._schedule.hops
+        steps = [self._copy(int(hops.payload[hop])) for hop in self._copies]
+        by_payload: dict[int, list[int]] = {}
+        for hop in self._hops:
+            by_payload.setdefault(int(hops.payload[hop]), []).append(hop)
+        for number, (payload, members) in enumerate(by_payload.items()):
+            steps.append(self._step(number, payload, members))
+        return steps
+
+    def _copy(self, payload: int) -> Step:
+        into: list[torch.Tensor] = []
+        out_of: list[torch.Tensor] = []
+        for row in self._parcels(payload):
+            held, wanted = self._cover(row), self._wanted(row)
+            for there in wanted:
+                for here in held:
+                    common = there.box.intersect(here.box)
+                    if common is not None:
+                        into.append(box_view(there.view, there.box, common))
+                        out_of.append(box_view(here.view, here.box, common))
+        nothing = torch.empty(0, dtype=torch.uint8)
+        return Step(
+            payload, 0, None, (), nothing, None, None, Moves(tuple(into), tuple(out_of)), Moves(), self._name(payload)
+        )
+
+    def _step(self, number: int, payload: int, members: Sequence[int]) -> Step:
+        hops, payloads = self._schedule.hops, self._schedule.payloads
+        incoming, sends = None, []
+        for hop in members:
+            if hops.receiver[hop] == self._rank:
+                incoming = Transmission(hop, int(hops.sender[hop]), bool(hops.local[hop]))
+            else:
+                sends.append(Transmission(hop, int(hops.receiver[hop]), bool(hops.local[hop])))
+        size, offset = int(payloads.size[payload]), self._sizes.offset(number)
+        rows = list(self._parcels(payload))
+        parts = [self._cover(row) if incoming is None else self._wanted(row) for row in rows]
+        shared = self._shared(payload, incoming, size)
+        exchanged = shared is not None or any(send.local and send.peer in self._memory.peers for send in sends)
+        place = None if exchanged else self._in_place(rows, parts, size)
+        memory = self._memory.own[offset : offset + size] if place is None else place
+        moves = Moves() if place is not None else self._moves(rows, parts, memory if shared is None or sends else shared)
+        packing = Moves(moves.out_of, moves.into) if incoming is None else Moves()
+        return Step(
             payload,
-            moves,
-            tensor,
+            int(payloads.nbytes[payload]),
+            incoming,
+            tuple(sends),
+            memory,
+            offset if place is None else None,
+            shared,
+            packing,
+            Moves() if incoming is None else moves,
+            self._name(payload),
         )
 
-    def _live(self, leg: int, *, sending: bool) -> torch.Tensor:
-        """The live view of a leg's parcel at this rank."""
-        legs = self._schedule.legs
-        from_source = sending and not legs.relayed[leg]
-        binding = self._source if from_source else self._target
-        assert binding is not None
-        index = int(legs.sender_piece[leg] if sending else legs.receiver_piece[leg])
-        return binding.box_view(index, self._schedule.parcels.box(int(legs.parcel[leg])))
+    def _parcels(self, payload: int) -> range:
+        first = self._schedule.payloads.first_parcel
+        return range(int(first[payload]), int(first[payload + 1]))
 
-    def _payload(
-        self, legs: Sequence[int], live: Sequence[torch.Tensor], index: int, nbytes: int
-    ) -> tuple[torch.Tensor, tuple[Move, ...]]:
-        offsets = [int(self._schedule.legs.offset[leg]) for leg in legs]
-        dtypes = [torch_dtype(self._schedule.parcels.tensors[t].wire_dtype) for t in self._tensors(legs)]
-        direct = _contiguous_range(live, offsets, dtypes)
-        if direct is not None:
-            return direct, ()
-        slot = self._pool.slot(index, nbytes)
-        moves = tuple(
-            Move(view, slot[offset : offset + view.numel() * dtype.itemsize].view(dtype).view(view.shape))
-            for view, offset, dtype in zip(live, offsets, dtypes, strict=True)
-        )
-        return slot, moves
+    def _name(self, payload: int) -> str:
+        return self._schedule.parcels.name(self._parcels(payload)[0])
 
-    def _tensors(self, legs: Sequence[int]) -> Iterator[int]:
-        return (int(self._schedule.parcels.tensor[self._schedule.legs.parcel[leg]]) for leg in legs)
+    def _cover(self, row: int) -> list[Part]:
+        if self._source is None:
+            return []
+        parcels = self._schedule.parcels
+        return self._source.cover(parcels.name(row), parcels.box(row))
 
+    def _wanted(self, row: int) -> list[Part]:
+        """Nothing where this rank only relays."""
+        if self._target is None:
+            return []
+        parcels = self._schedule.parcels
+        return self._target.parts(parcels.name(row), parcels.box(row))
 
-def _contiguous_range(
-    live: Sequence[torch.Tensor], offsets: Sequence[int], dtypes: Sequence[torch.dtype]
-) -> torch.Tensor | None:
-    """The live memory of a message as one uint8 tensor, when it already has the message's layout; else None."""
-    base = live[0].data_ptr()
-    end = 0
-    for view, offset, dtype in zip(live, offsets, dtypes, strict=True):
-        # A gap between parcels holds alignment bytes of the message but other data of the buffer: not the same layout.
-        if not view.is_contiguous() or view.dtype != dtype or view.data_ptr() != base + offset or offset != end:
+    def _shared(self, payload: int, incoming: Transmission | None, size: int) -> torch.Tensor | None:
+        """The sender's slot, where this rank can read it."""
+        if incoming is None or not incoming.local or incoming.peer not in self._memory.peers:
             return None
-        # Message slots are host memory; what lives on a device is staged there.
-        if view.device.type != "cpu":
+        offset = self._sizes.offset(self._step_number(payload, incoming.peer))
+        return self._memory.peers[incoming.peer][offset : offset + size]
+
+    def _step_number(self, payload: int, rank: int) -> int:
+        """The number of payloads before this one in which another rank takes part."""
+        if rank not in self._payloads_of:
+            hops = self._schedule.hops
+            mine = ((hops.sender == rank) | (hops.receiver == rank)) & (hops.sender != hops.receiver)
+            self._payloads_of[rank] = np.unique(hops.payload[mine])
+        return int(np.searchsorted(self._payloads_of[rank], payload))
+
+    def _moves(self, rows: Sequence[int], parts: Sequence[Sequence[Part]], memory: torch.Tensor) -> Moves:
+        """Copies from a payload in `memory` to live views."""
+        live: list[torch.Tensor] = []
+        wire: list[torch.Tensor] = []
+        parcels = self._schedule.parcels
+        for row, found in zip(rows, parts, strict=True):
+            if not found:
+                continue
+            box, dtype = parcels.box(row), self._dtypes[parcels.tensor[row]]
+            offset = int(parcels.offset[row])
+            whole = memory[offset : offset + box.numel * dtype.itemsize].view(dtype).view(box.shape)
+            for part in found:
+                live.append(part.view)
+                wire.append(box_view(whole, box, part.box))
+        return Moves(tuple(live), tuple(wire))
+
+    def _in_place(self, rows: Sequence[int], parts: Sequence[Sequence[Part]], size: int) -> torch.Tensor | None:
+        """The live memory of a payload as one uint8 tensor, when it already has the payload's layout; else None."""
+        parcels = self._schedule.parcels
+        first: torch.Tensor | None = None
+        end = begin = 0
+        for row, found in zip(rows, parts, strict=True):
+            if len(found) != 1 or found[0].box.shape != parcels.box(row).shape:
+                return None
+            view, dtype = found[0].view, self._dtypes[parcels.tensor[row]]
+            if view.device != self._memory.own.device or view.dtype != dtype or not view.is_contiguous():
+                return None
+            here = view.storage_offset() * dtype.itemsize
+            if first is None:
+                first, begin = view, here
+            # A gap between parcels holds alignment bytes of the payload but other data of the buffer.
+            if parcels.offset[row] != end or here - begin != end:
+                return None
+            if view.untyped_storage()._cdata != first.untyped_storage()._cdata:  # noqa: SLF001
+                return None
+            end += view.numel() * dtype.itemsize
+        if first is None or end != size:
             return None
-        end = offset + view.numel() * dtype.itemsize
-    if any(view.untyped_storage().data_ptr() != live[0].untyped_storage().data_ptr() for view in live):
-        return None
-    storage = live[0].untyped_storage()
-    whole = torch.empty(0, dtype=torch.uint8).set_(storage)
-    first = base - storage.data_ptr()
-    return whole[first : first + end]
+        whole = torch.empty(0, dtype=torch.uint8, device=first.device).set_(first.untyped_storage())
+        return whole[begin : begin + end]

@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
+import numpy.typing as npt
 
 from refit_transport.errors import LayoutError, PlanError
-from refit_transport.layout.box import Box
 from refit_transport.layout.manifest import CONVERTIBLE, Manifest, TensorSpec
-from refit_transport.planning.overlap import Boxes, atoms_of, boxes_to_array, inside, intersect, uncovered, volumes
-from refit_transport.planning.plan import Holdings, Ints, PlannedTensor, TransferPlan
-
-_Owners = list[list[tuple[int, int]]]
-
-
-@dataclass(frozen=True, slots=True)
-class HeldBoxes:
-    """What one side holds of one tensor: its distinct boxes, sorted, and the (rank, piece) pairs that have each."""
-
-    boxes: tuple[Box, ...]
-    owners: _Owners
-
-
-_NOTHING = HeldBoxes((), [])
+from refit_transport.planning.holdings import Corners, Holding, HoldingIndex
+from refit_transport.planning.overlap import Boxes, atoms_of, inside, intersect, uncovered, volumes
+from refit_transport.planning.plan import Ints, PlannedTensor, RankSet, TransferPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,44 +20,31 @@ class _Geometry:
     """The atoms of one pair of box sets, and for each atom the indices of the boxes that contain it."""
 
     atoms: Boxes
-    holding: list[list[int]]
-    wanting: list[list[int]]
+    holding: tuple[tuple[int, ...], ...]
+    wanting: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class PieceIndex:
-    """One side's boxes by tensor. Whoever plans many parts of one manifest makes it once."""
+class _Pair:
+    """One distinct layout pair: its atoms and, for each, the indices of its holders' and wanters' rank sets."""
 
-    by_tensor: Mapping[str, HeldBoxes]
-
-    @classmethod
-    def of(cls, manifest: Manifest, names: Container[str] | None = None) -> Self:
-        """Of all the manifest's tensors, or of those named."""
-        found: dict[str, dict[Box, list[tuple[int, int]]]] = {}
-        for rank in manifest.ranks:
-            for index, piece in enumerate(rank.pieces):
-                if (names is None or piece.tensor in names) and piece.box.numel:
-                    found.setdefault(piece.tensor, {}).setdefault(piece.box, []).append((rank.rank, index))
-        sorted_boxes = {name: tuple(sorted(owners)) for name, owners in found.items()}
-        return cls(
-            {name: HeldBoxes(boxes, [found[name][box] for box in boxes]) for name, boxes in sorted_boxes.items()}
-        )
-
-    def of_tensor(self, name: str) -> HeldBoxes:
-        """Empty where the side holds nothing of it."""
-        return self.by_tensor.get(name, _NOTHING)
+    atoms: Boxes
+    holders: Ints
+    wanters: Ints
 
 
 def plan_transfer(
-    source: Manifest, target: Manifest, *, tensors: Iterable[str] | None = None, held: PieceIndex | None = None
+    source: Manifest, target: Manifest, *, tensors: Iterable[str] | None = None, held: HoldingIndex | None = None
 ) -> TransferPlan:
     """Plans how the target's pieces are filled from the source's; pure and deterministic, whatever the ranks' order.
+
+    Each distinct layout pair is planned once; tensors that share it only repeat its rows.
 
     Args:
         source: the side that holds the tensors.
         target: the side that needs them.
         tensors: canonical names to plan; all that the target has when None.
-        held: the source's pieces by tensor, where the caller has them.
+        held: the source's holdings, where the caller has them.
 
     Raises:
         LayoutError: as `check_sides_agree`.
@@ -90,20 +64,12 @@ def plan_transfer(
     """
     names = {spec.name for spec in target.tensors} if tensors is None else set(tensors)
     have = {spec.name: spec for spec in source.tensors}
-    pairs = [(_source_spec(have, spec), spec) for spec in target.tensors if spec.name in names]
-    holding, wanting = PieceIndex.of(source, names) if held is None else held, PieceIndex.of(target, names)
-    geometries: dict[tuple[tuple[Box, ...], tuple[Box, ...]], _Geometry] = {}
-    planned, rows = [], []
-    for from_spec, spec in pairs:
-        planned.append(PlannedTensor(spec.name, spec.shape, from_spec.dtype, spec.dtype))
-        here, there = holding.of_tensor(spec.name), wanting.of_tensor(spec.name)
-        if not there.boxes:
-            continue
-        key = (here.boxes, there.boxes)
-        if key not in geometries:
-            geometries[key] = _geometry(here, there, spec)
-        rows.append((len(planned) - 1, geometries[key], here.owners, there.owners))
-    return _assemble(tuple(planned), rows)
+    specs = [(_source_spec(have, spec), spec) for spec in target.tensors if spec.name in names]
+    holding = HoldingIndex.of(source, names) if held is None else held
+    planner = _Planner(holding, HoldingIndex.of(target, names))
+    pairs = [planner.pair(spec) for _, spec in specs]
+    planned = tuple(PlannedTensor(spec.name, spec.shape, theirs.dtype, spec.dtype) for theirs, spec in specs)
+    return _assemble(planned, pairs, planner.rank_sets)
 
 
 def check_sides_agree(source: Manifest, target: Manifest) -> None:
@@ -128,41 +94,82 @@ def _source_spec(have: dict[str, TensorSpec], spec: TensorSpec) -> TensorSpec:
     return found
 
 
-def _geometry(source: HeldBoxes, target: HeldBoxes, spec: TensorSpec) -> _Geometry:
+class _Planner:
+    """What one `plan_transfer` has found so far: geometries, layout pairs, rank sets in order of first use."""
+
+    def __init__(self, held: HoldingIndex, wanted: HoldingIndex) -> None:
+        self._held, self._wanted = held, wanted
+        self._geometries: dict[tuple[tuple[Corners, ...], tuple[Corners, ...]], _Geometry] = {}
+        self._pairs: dict[tuple[Holding, Holding], _Pair] = {}
+        self._sets: dict[RankSet, int] = {}
+
+    @property
+    def rank_sets(self) -> tuple[RankSet, ...]:
+        return tuple(self._sets)
+
+    def pair(self, spec: TensorSpec) -> _Pair:
+        """The atoms of a tensor, planned once for all tensors with equal holdings on both sides."""
+        held, wanted = self._held.of_tensor(spec.name), self._wanted.of_tensor(spec.name)
+        if (held, wanted) not in self._pairs:
+            self._pairs[held, wanted] = self._plan(held, wanted, spec)
+        return self._pairs[held, wanted]
+
+    def _plan(self, held: Holding, wanted: Holding, spec: TensorSpec) -> _Pair:
+        key = (held.boxes, wanted.boxes)
+        if key not in self._geometries:
+            self._geometries[key] = _geometry(held, wanted, spec)
+        geometry = self._geometries[key]
+        return _Pair(
+            geometry.atoms, self._indices(geometry.holding, held.ranks), self._indices(geometry.wanting, wanted.ranks)
+        )
+
+    def _indices(self, containing: tuple[tuple[int, ...], ...], ranks: tuple[RankSet, ...]) -> Ints:
+        """The rank set of each atom: the union of the ranks of all boxes that contain it."""
+        known: dict[tuple[int, ...], int] = {}
+        for boxes in containing:
+            if boxes not in known:
+                union = tuple(sorted({rank for box in boxes for rank in ranks[box]}))
+                known[boxes] = self._sets.setdefault(union, len(self._sets))
+        return np.array([known[boxes] for boxes in containing], dtype=np.int64)
+
+
+def _geometry(held: Holding, wanted: Holding, spec: TensorSpec) -> _Geometry:
     dims = len(spec.shape)
-    held, wanted = boxes_to_array(source.boxes, dims), boxes_to_array(target.boxes, dims)
-    atoms = intersect(atoms_of(held), atoms_of(wanted)).boxes
-    holding, wanting = inside(atoms, held), inside(atoms, wanted)
+    have, want = held.array(dims), wanted.array(dims)
+    atoms = intersect(atoms_of(have), atoms_of(want)).boxes
+    holding, wanting = inside(atoms, have), inside(atoms, want)
     covered = wanting.T.astype(np.int64) @ volumes(atoms)
-    for index in np.flatnonzero(covered != volumes(wanted)).tolist():
-        hole = uncovered(wanted[index : index + 1], atoms)
-        raise PlanError(spec.name, str(hole), target.owners[index][0][0], "no source rank holds it")
-    return _Geometry(
-        atoms,
-        [np.flatnonzero(row).tolist() for row in holding],
-        [np.flatnonzero(row).tolist() for row in wanting],
+    for index in np.flatnonzero(covered != volumes(want)).tolist():
+        hole = uncovered(want[index : index + 1], atoms)
+        raise PlanError(spec.name, str(hole), wanted.ranks[index][0], "no source rank holds it")
+    return _Geometry(atoms, _members(holding), _members(wanting))
+
+
+def _members(inside_of: npt.NDArray[np.bool_]) -> tuple[tuple[int, ...], ...]:
+    """For each row, the indices of its true columns."""
+    rows, columns = np.nonzero(inside_of)
+    starts = np.searchsorted(rows, np.arange(len(inside_of) + 1)).tolist()
+    flat = columns.tolist()
+    return tuple(tuple(flat[first:last]) for first, last in zip(starts[:-1], starts[1:], strict=True))
+
+
+def _assemble(
+    planned: tuple[PlannedTensor, ...], pairs: list[_Pair], rank_sets: tuple[RankSet, ...]
+) -> TransferPlan:
+    counts = np.array([len(pair.atoms) for pair in pairs], dtype=np.int64)
+    first = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(counts)))
+    most = max((pair.atoms.shape[1] for pair in pairs), default=1)
+    lo, hi = np.zeros((first[-1], most), dtype=np.int64), np.ones((first[-1], most), dtype=np.int64)
+    for pair, start, stop in zip(pairs, first[:-1].tolist(), first[1:].tolist(), strict=True):
+        dims = pair.atoms.shape[1]
+        lo[start:stop, :dims], hi[start:stop, :dims] = pair.atoms[:, :, 0], pair.atoms[:, :, 1]
+    none = [np.zeros(0, dtype=np.int64)]
+    return TransferPlan(
+        planned,
+        np.repeat(np.arange(len(planned)), counts),
+        lo,
+        hi,
+        rank_sets,
+        np.concatenate(none + [pair.holders for pair in pairs]),
+        np.concatenate(none + [pair.wanters for pair in pairs]),
     )
-
-
-def _assemble(planned: tuple[PlannedTensor, ...], rows: list[tuple[int, _Geometry, _Owners, _Owners]]) -> TransferPlan:
-    count = sum(len(geometry.atoms) for _, geometry, _, _ in rows)
-    most = max((geometry.atoms.shape[1] for _, geometry, _, _ in rows), default=1)
-    tensor = np.zeros(count, dtype=np.int64)
-    lo, hi = np.zeros((count, most), dtype=np.int64), np.ones((count, most), dtype=np.int64)
-    holders: _Owners = []
-    wanters: _Owners = []
-    first = 0
-    for index, geometry, held, wanted in rows:
-        last, dims = first + len(geometry.atoms), geometry.atoms.shape[1]
-        tensor[first:last] = index
-        lo[first:last, :dims], hi[first:last, :dims] = geometry.atoms[:, :, 0], geometry.atoms[:, :, 1]
-        holders += [sorted(pair for box in boxes for pair in held[box]) for boxes in geometry.holding]
-        wanters += [sorted(pair for box in boxes for pair in wanted[box]) for boxes in geometry.wanting]
-        first = last
-    return TransferPlan(planned, tensor, lo, hi, _holdings(holders), _holdings(wanters))
-
-
-def _holdings(owners: _Owners) -> Holdings:
-    start = np.concatenate(([0], np.cumsum([len(pairs) for pairs in owners], dtype=np.int64))).astype(np.int64)
-    flat: Ints = np.array([pair for pairs in owners for pair in pairs], dtype=np.int64).reshape(-1, 2)
-    return Holdings(start, flat[:, 0], flat[:, 1])

@@ -1,4 +1,4 @@
-"""The schedule: who sends which box to whom, in which message, after what."""
+"""The schedule: which payloads exist, what is in each, and which hops each takes, in one order that all ranks follow."""
 
 from __future__ import annotations
 
@@ -9,47 +9,53 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from refit_transport.errors import PlanError
-from refit_transport.layout.box import Box
-from refit_transport.layout.manifest import Manifest
 from refit_transport.layout.wire import digest
-from refit_transport.planning.plan import Ints, Parcels
+from refit_transport.planning.plan import Boxed, Ints, TransferPlan
+from refit_transport.scheduling.proof import prove
 
 Flags = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
-class Legs:
-    """One row per parcel and hop, ordered by message, then by place in it.
+class Parcels(Boxed):
+    """Boxes as they travel, ordered by payload, then by place in it.
 
-    `sender_piece` is a piece of the sender's source manifest or, where `relayed`, of its target manifest;
-    `receiver_piece` is one of the receiver's target manifest; `offset` is in bytes from the message's beginning.
+    Columns: `atom`, the row of the plan that the box is in, and `offset`, in bytes from the payload's beginning.
     """
 
-    parcel: Ints
-    sender: Ints
-    sender_piece: Ints
-    relayed: Flags
-    receiver: Ints
-    receiver_piece: Ints
-    message: Ints
+    atom: Ints
     offset: Ints
 
 
 @dataclass(frozen=True, slots=True)
-class Messages:
-    """One row per message; the index is a total order that every rank follows, which is why nothing can deadlock.
+class Payloads:
+    """What is packed once and sent as it is, in the order in which every rank takes part in them.
 
-    `nbytes` is payload plus alignment gaps; `after` is the message that the sender must have received before (with all
-    earlier ones that it receives), -1 when the payload is present from the start; `local` ones stay inside a topology
-    domain. A message from a rank to itself is a copy.
+    `size` is the bytes of all parcels and the gaps between them, `nbytes` those of the parcels alone. The parcels of
+    payload i are rows `first_parcel[i]:first_parcel[i + 1]`, its hops rows `first_hop[i]:first_hop[i + 1]`.
     """
 
+    size: Ints
+    nbytes: Ints
+    first_parcel: Ints
+    first_hop: Ints
+
+    def __len__(self) -> int:
+        return len(self.size)
+
+
+@dataclass(frozen=True, slots=True)
+class Hops:
+    """One row per transmission, ordered by payload, parents before children.
+
+    `parent` is the row of the hop that brings the payload to `sender`, -1 where the sender packs it; `local` ones stay
+    inside a topology domain. A hop from a rank to itself is a copy.
+    """
+
+    payload: Ints
     sender: Ints
     receiver: Ints
-    nbytes: Ints
-    payload: Ints
-    after: Ints
+    parent: Ints
     local: Flags
 
     def __len__(self) -> int:
@@ -87,140 +93,55 @@ def total_traffic(parts: Iterable[Traffic]) -> Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A complete order of messages; equal on every rank."""
+    """A complete order of payloads and hops; equal on every rank.
+
+    A rank takes part in payloads in ascending order. Whatever a rank waits for belongs to the payload it is at or to an
+    earlier one, so the smallest unfinished payload can always go on: nothing can deadlock.
+    """
 
     parcels: Parcels
-    legs: Legs
-    messages: Messages
+    payloads: Payloads
+    hops: Hops
 
     def digest(self) -> str:
         """Equal on every rank that computed the same schedule."""
-        columns = [getattr(part, name) for part in (self.legs, self.messages) for name in part.__slots__]
-        return digest(
-            repr(self.parcels.tensors),
-            *(np.ascontiguousarray(c).tobytes() for c in (self.parcels.tensor, self.parcels.lo, self.parcels.hi)),
-            *(np.ascontiguousarray(c).tobytes() for c in columns),
-        )
+        columns = [getattr(part, name) for part in (self.payloads, self.hops) for name in part.__slots__]
+        columns += [self.parcels.tensor, self.parcels.lo, self.parcels.hi, self.parcels.atom, self.parcels.offset]
+        return digest(repr(self.parcels.tensors), *(np.ascontiguousarray(column).tobytes() for column in columns))
 
     def traffic(self) -> Traffic:
         """Payload bytes per rank."""
-        m = self.messages
-        copies = m.sender == m.receiver
-        local, network = m.local & ~copies, ~m.local & ~copies
+        hops = self.hops
+        nbytes = self.payloads.nbytes[hops.payload]
+        copies = hops.sender == hops.receiver
+        local, network = hops.local & ~copies, ~hops.local & ~copies
         return Traffic(
-            _sums(m.sender, m.payload, network),
-            _sums(m.receiver, m.payload, network),
-            _sums(m.sender, m.payload, local),
-            _sums(m.receiver, m.payload, local),
-            _sums(m.receiver, m.payload, copies),
+            sums(hops.sender, nbytes, network),
+            sums(hops.receiver, nbytes, network),
+            sums(hops.sender, nbytes, local),
+            sums(hops.receiver, nbytes, local),
+            sums(hops.receiver, nbytes, copies),
         )
 
-    def check(self, source: Manifest, target: Manifest) -> None:
-        """Proves delivery: replays the messages in order on boxes alone.
+    def check(self, plan: TransferPlan) -> None:
+        """Proves delivery: every wanter of every atom of the plan gets each of its elements exactly once.
 
-        Every leg's sender must hold the box (in a source piece, or received completely by message `after` at the
-        latest), and in the end every target piece of a scheduled tensor has each element exactly once.
+        Every payload's root must hold all that is in it, every other sender must have received the payload before, and
+        parcels must lie inside their atoms and one after the other inside their payloads.
 
         Raises:
             PlanError: naming tensor, box and rank.
         """
-        _Replay(self, source, target).run()
+        prove(self, plan)
 
 
-def _sums(ranks: Ints, payload: Ints, chosen: Flags) -> dict[int, int]:
-    sums: dict[int, int] = defaultdict(int)
-    for rank, nbytes in zip(ranks[chosen].tolist(), payload[chosen].tolist(), strict=True):
-        sums[rank] += nbytes
-    return dict(sums)
+def sums(keys: Ints, values: Ints, chosen: Flags) -> dict[int, int]:
+    """The chosen rows' values added up by key, keys ascending.
 
-
-class _Replay:
-    """The state of one `check`: which boxes each target piece has received, and by which message."""
-
-    def __init__(self, schedule: Schedule, source: Manifest, target: Manifest) -> None:
-        self._schedule = schedule
-        self._source = {manifest.rank: manifest.pieces for manifest in source.ranks}
-        self._target = {manifest.rank: manifest.pieces for manifest in target.ranks}
-        self._received: dict[tuple[int, int], list[tuple[int, Box]]] = defaultdict(list)
-
-    def run(self) -> None:
-        legs, messages = self._schedule.legs, self._schedule.messages
-        if np.any(np.diff(legs.message) < 0):
-            raise PlanError("", "", -1, "legs are not ordered by message")
-        for leg in range(len(legs.parcel)):
-            message, parcel = int(legs.message[leg]), int(legs.parcel[leg])
-            box = self._schedule.parcels.box(parcel)
-            if legs.sender[leg] != messages.sender[message] or legs.receiver[leg] != messages.receiver[message]:
-                receiver = int(legs.receiver[leg])
-                raise PlanError(self._name(parcel), str(box), receiver, "lies in a message of other ranks")
-            self._check_sender(leg, parcel, box, int(messages.after[message]))
-            self._receive(int(legs.receiver[leg]), int(legs.receiver_piece[leg]), parcel, box, message)
-        self._check_extents()
-        self._check_complete()
-
-    def _name(self, parcel: int) -> str:
-        return self._schedule.parcels.name(parcel)
-
-    def _check_sender(self, leg: int, parcel: int, box: Box, after: int) -> None:
-        legs = self._schedule.legs
-        sender, piece = int(legs.sender[leg]), int(legs.sender_piece[leg])
-        if legs.relayed[leg]:
-            present = [got for message, got in self._received[sender, piece] if message <= after]
-            common = (box.intersect(got) for got in present)
-            if box not in present and sum(part.numel for part in common if part is not None) != box.numel:
-                raise PlanError(self._name(parcel), str(box), sender, f"is passed on before message {after} brings it")
-            return
-        held = self._source[sender][piece]
-        if held.tensor != self._name(parcel) or not held.box.contains(box):
-            raise PlanError(self._name(parcel), str(box), sender, "isn't in the sender's source piece")
-
-    def _receive(self, rank: int, index: int, parcel: int, box: Box, message: int) -> None:
-        piece = self._target[rank][index]
-        if piece.tensor != self._name(parcel) or not piece.box.contains(box):
-            raise PlanError(self._name(parcel), str(box), rank, f"lies outside the target piece {piece.box}")
-        self._received[rank, index].append((message, box))
-
-    def _check_extents(self) -> None:
-        """In each message the parcels lie one after the other inside `nbytes`, and `payload` is their sum."""
-        legs, messages, parcels = self._schedule.legs, self._schedule.messages, self._schedule.parcels
-        sizes = parcels.nbytes()
-        end, message = 0, -1
-        payload = np.zeros(len(messages), dtype=np.int64)
-        for leg, parcel in enumerate(legs.parcel.tolist()):
-            end = 0 if int(legs.message[leg]) != message else end
-            message, offset = int(legs.message[leg]), int(legs.offset[leg])
-            payload[message] += sizes[parcel]
-            if offset < end or offset + sizes[parcel] > messages.nbytes[message]:
-                where = f"lies at {offset} in message {message}, over another parcel or the message's end"
-                raise PlanError(self._name(parcel), str(parcels.box(parcel)), int(legs.receiver[leg]), where)
-            end = offset + int(sizes[parcel])
-        if not np.array_equal(payload, messages.payload):
-            wrong = int(np.flatnonzero(payload != messages.payload)[0])
-            reason = f"message {wrong} declares {messages.payload[wrong]} bytes and has {payload[wrong]}"
-            raise PlanError("", "", int(messages.receiver[wrong]), reason)
-
-    def _check_complete(self) -> None:
-        names = {tensor.name for tensor in self._schedule.parcels.tensors}
-        for rank, pieces in self._target.items():
-            for index, piece in enumerate(pieces):
-                if piece.tensor not in names:
-                    continue
-                boxes = [box for _, box in self._received[rank, index]]
-                got = sum(box.numel for box in boxes)
-                if got != piece.box.numel or _overlap(boxes):
-                    raise PlanError(
-                        piece.tensor, str(piece.box), rank, f"receives {got} of {piece.box.numel} elements, each once"
-                    )
-
-
-def _overlap(boxes: list[Box]) -> bool:
-    """Whether two of the boxes share an element."""
-    if len(set(boxes)) != len(boxes):
-        return True
-    ordered = sorted(box for box in boxes if box.numel)
-    return any(
-        a.intersect(b) is not None
-        for i, a in enumerate(ordered)
-        for b in ordered[i + 1 :]
-        if not a.spans or b.spans[0].start < a.spans[0].stop
-    )
+    >>> sums(np.array([3, 1, 3]), np.array([5, 7, 9]), np.array([True, False, True]))
+    {3: 14}
+    """
+    found, inverse = np.unique(keys[chosen], return_inverse=True)
+    totals = np.zeros(len(found), dtype=np.int64)
+    np.add.at(totals, inverse.reshape(-1), values[chosen])
+    return dict(zip(found.tolist(), totals.tolist(), strict=True))

@@ -1,76 +1,38 @@
-"""From a transfer plan to a schedule, in named passes: choose senders, pack into messages, order."""
+"""From a transfer plan to a schedule, in named passes, each with an off switch."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from typing import Literal, get_args
 
 import numpy as np
 
-from refit_transport.planning.plan import Parcels, TransferPlan
-from refit_transport.scheduling.schedule import Legs, Messages, Schedule
+from refit_transport.planning.plan import TransferPlan
+from refit_transport.scheduling.demands import deduplicate, demands_of, separate, split_copies, split_local
+from refit_transport.scheduling.pour import Stack, aligned, pack, streams_of
+from refit_transport.scheduling.routes import Flow, Route
+from refit_transport.scheduling.schedule import Hops, Parcels, Payloads, Schedule
+from refit_transport.scheduling.senders import Choices, choose_routes
 from refit_transport.scheduling.topology import Topology
 
-ALIGNMENT = 16
-
-
-def aligned(nbytes: int) -> int:
-    """The next multiple of the alignment of parcels in messages and staging.
-
-    >>> aligned(0), aligned(1), aligned(16)
-    (0, 16, 16)
-    """
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-@dataclass(frozen=True, slots=True)
-class Passes:
-    """Off switches of the scheduling passes.
-
-    local: a holder inside the target's own domain is preferred, so the box never crosses the network.
-    deduplicate: a box that several ranks of a domain want enters the domain once and is passed on inside.
-    balance: among equal holders the one whose domain, then itself, has sent least is taken; else the first.
-    """
-
-    local: bool = True
-    deduplicate: bool = True
-    balance: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Leg:
-    """One hop of one parcel, before it has a place in a message.
-
-    A relayed leg takes the parcel from the sender's target piece; `parent` is the leg that brought it there.
-    """
-
-    parcel: int
-    sender: int
-    sender_piece: int
-    receiver: int
-    receiver_piece: int
-    relayed: bool = False
-    parent: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """A message under construction: its legs, its sort key, and the drafts that must have arrived at its sender.
-
-    Keys order all messages; a draft's key must be above those of its parents.
-    """
-
-    legs: tuple[int, ...]
-    key: tuple[int, ...]
-    parents: tuple[int, ...] = ()
+# local: a holder inside the target's own domain serves it, so the bytes never cross the network.
+# deduplicate: bytes that several ranks of a domain want enter the domain once and are passed on inside.
+# balance: senders and ways in are chosen so that the busiest NIC has as little to do as possible; else the first holder
+#   sends everything.
+# stripe: what enters a domain is divided over the ranks that want it, and their NICs.
+# forward: a rank that received bytes from the network may pass them on to other domains.
+# relay: a rank that doesn't want the bytes may take them in for others of its domain when its NIC is idle.
+PassName = Literal["local", "deduplicate", "balance", "stripe", "forward", "relay"]
+PASSES: tuple[PassName, ...] = get_args(PassName)
 
 
 def build_schedule(
-    plan: TransferPlan, topology: Topology, *, bucket_bytes: int, passes: Passes | None = None
+    plan: TransferPlan, topology: Topology, *, bucket_bytes: int, disabled: Collection[PassName] = ()
 ) -> Schedule:
-    """Schedules a plan in messages of at most `bucket_bytes` (one element at least); pure and deterministic.
+    """Schedules a plan in payloads of at most `bucket_bytes` (one element at least); pure and deterministic.
 
-    TP4 -> TP2 x DP2 with both replicas in one domain: each element enters that domain once.
+    TP4 -> TP2 x DP2 with both replicas in one domain: each element enters that domain once, and each target receives
+    half of its shard from the network and the other half from its replica beside it.
 
     >>> from refit_transport.layout.layout import Layout, manifest_from_layouts
     >>> from refit_transport.layout.mesh import Mesh
@@ -81,150 +43,92 @@ def build_schedule(
     >>> source = manifest_from_layouts("source", {"w": train}, dtype="uint8")
     >>> target = manifest_from_layouts("target", {"w": serve}, dtype="uint8")
     >>> topology = Topology.of(((0, 1, 2, 3), (4, 5, 6, 7)))
-    >>> schedule = build_schedule(plan_transfer(source, target), topology, bucket_bytes=1024)
-    >>> schedule.check(source, target)
+    >>> plan = plan_transfer(source, target)
+    >>> schedule = build_schedule(plan, topology, bucket_bytes=1024)
+    >>> schedule.check(plan)
     >>> schedule.traffic().network, schedule.traffic().local
     (64, 64)
     >>> schedule.traffic().network_received
-    {4: 16, 6: 16, 5: 16, 7: 16}
+    {4: 16, 5: 16, 6: 16, 7: 16}
     """
-    plan = plan.split(max_bytes=bucket_bytes)
-    nbytes = plan.nbytes().tolist()
-    legs = choose_senders(plan, topology, passes or Passes())
-    drafts = pack(legs, nbytes, bucket_bytes)
-    return assemble(Parcels(plan.tensors, plan.tensor, plan.lo, plan.hi), nbytes, legs, drafts, topology)
+    on = {name: name not in disabled for name in PASSES}
+    demands = split_copies(demands_of(plan, topology))
+    if on["local"]:
+        demands = split_local(demands, topology)
+    demands = deduplicate(demands) if on["deduplicate"] else separate(demands)
+    if not (on["forward"] and on["balance"]):
+        demands = separate(demands)
+    choices = Choices(balance=on["balance"], stripe=on["stripe"], forward=on["forward"], relay=on["relay"])
+    flows = choose_routes(demands, topology, choices, bucket_bytes=bucket_bytes)
+    return schedule_flows(plan, flows, topology, bucket_bytes=bucket_bytes)
 
 
-def choose_senders(plan: TransferPlan, topology: Topology, passes: Passes) -> list[Leg]:
-    """The passes local, deduplicate and balance: a leg per atom and wanter."""
-    chooser = _Chooser(topology, passes)
-    for atom, nbytes in enumerate(plan.nbytes().tolist()):
-        chooser.add(atom, nbytes, list(plan.holders.of(atom)), list(plan.wanters.of(atom)))
-    return chooser.legs
+def schedule_flows(
+    plan: TransferPlan, flows: Iterable[Flow], topology: Topology, *, bucket_bytes: int
+) -> Schedule:
+    """Cuts and packs what the flows carry, and orders the payloads (passes 5 and 6).
 
-
-class _Chooser:
-    """Greedy choice in atom order, on the bytes that each rank and domain already has to send or receive."""
-
-    def __init__(self, topology: Topology, passes: Passes) -> None:
-        self.legs: list[Leg] = []
-        self._passes = passes
-        self._domain = {rank: index for index, ranks in enumerate(topology.domains) for rank in ranks}
-        self._topology = topology
-        self._sent: dict[int, int] = defaultdict(int)
-        self._domain_sent: dict[int, int] = defaultdict(int)
-        self._received: dict[int, int] = defaultdict(int)
-
-    def add(self, atom: int, nbytes: int, holders: list[tuple[int, int]], wanters: list[tuple[int, int]]) -> None:
-        domains: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        for wanter in wanters:
-            domains[self._domain_of(wanter[0])].append(wanter)
-        for domain, wants in domains.items():
-            near = [holder for holder in holders if self._domain_of(holder[0]) == domain]
-            if self._passes.local and near:
-                for want in wants:
-                    own = [holder for holder in near if holder[0] == want[0]]
-                    self._send(atom, nbytes, self._sender(own or near), want)
-            elif self._passes.deduplicate:
-                self._enter_once(atom, nbytes, self._sender(holders), wants)
-            else:
-                for want in wants:
-                    self._send(atom, nbytes, self._sender(holders), want)
-
-    def _domain_of(self, rank: int) -> int:
-        return self._domain[rank] if rank in self._domain else self._topology.domain(rank)
-
-    def _sender(self, holders: list[tuple[int, int]]) -> tuple[int, int]:
-        if not self._passes.balance:
-            return holders[0]
-        return min(
-            holders,
-            key=lambda holder: (self._domain_sent[self._domain_of(holder[0])], self._sent[holder[0]], holder),
-        )
-
-    def _enter_once(self, atom: int, nbytes: int, holder: tuple[int, int], wants: list[tuple[int, int]]) -> None:
-        first = min(wants, key=lambda want: (self._received[want[0]], want))
-        entry = len(self.legs)
-        self._send(atom, nbytes, holder, first)
-        for want in wants:
-            if want != first:
-                self.legs.append(Leg(atom, *first, *want, relayed=True, parent=entry))
-                if want[0] != first[0]:
-                    self._sent[first[0]] += nbytes
-
-    def _send(self, atom: int, nbytes: int, holder: tuple[int, int], want: tuple[int, int]) -> None:
-        self.legs.append(Leg(atom, *holder, *want))
-        if holder[0] == want[0]:
-            return
-        self._sent[holder[0]] += nbytes
-        if self._domain_of(holder[0]) != self._domain_of(want[0]):
-            self._domain_sent[self._domain_of(holder[0])] += nbytes
-            self._received[want[0]] += nbytes
-
-
-def pack(legs: list[Leg], nbytes: list[int], bucket_bytes: int) -> list[Draft]:
-    """The passes pack and order: fills messages per (sender, receiver), then repeats each inside the domain.
-
-    The k-th messages of all pairs come before the (k + 1)-th, so every sender serves its receivers in turn; a message
-    that is passed on follows the one that brings it.
+    All routes progress alike: the k-th of a route's n payloads comes at the fraction (k + 1/2) / n of the schedule. So at
+    any time every NIC has done about the same part of its work, and none is needed for long by some route alone.
     """
-    drafts: list[Draft] = []
-    open_legs: dict[tuple[int, int], list[int]] = {}
-    filled: dict[tuple[int, int], int] = defaultdict(int)
-    count: dict[tuple[int, int], int] = defaultdict(int)
-    draft_of: dict[int, int] = {}
-
-    def close(pair: tuple[int, int]) -> None:
-        for leg in open_legs[pair]:
-            draft_of[leg] = len(drafts)
-        drafts.append(Draft(tuple(open_legs.pop(pair)), (count[pair], 0, *pair)))
-        count[pair] += 1
-        filled[pair] = 0
-
-    for index, leg in enumerate(legs):
-        if leg.parent is not None:
-            continue
-        pair = (leg.sender, leg.receiver)
-        if pair in open_legs and aligned(filled[pair]) + nbytes[leg.parcel] > bucket_bytes:
-            close(pair)
-        open_legs.setdefault(pair, []).append(index)
-        filled[pair] = aligned(filled[pair]) + nbytes[leg.parcel]
-    for pair in sorted(open_legs):
-        close(pair)
-
-    relays: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for index, leg in enumerate(legs):
-        if leg.parent is not None:
-            relays[draft_of[leg.parent], leg.receiver].append(index)
-    for (parent, receiver), members in relays.items():
-        sender = legs[members[0]].sender
-        drafts.append(Draft(tuple(members), (drafts[parent].key[0], 1, sender, receiver, parent), (parent,)))
-    return drafts
+    streams = streams_of(plan, flows, bucket_bytes=bucket_bytes)
+    routes = list(streams)
+    payloads: list[list[Stack]] = []
+    route_of: list[int] = []
+    progress: list[float] = []
+    for index, route in enumerate(routes):
+        packed = list(pack(streams[route], bucket_bytes=bucket_bytes))
+        payloads += packed
+        route_of += [index] * len(packed)
+        progress += [(number + 0.5) / len(packed) for number in range(len(packed))]
+    order = np.lexsort((np.array(route_of, dtype=np.int64), np.array(progress)))
+    ordered = [payloads[row] for row in order.tolist()]
+    parcels, size = _parcels(plan, ordered)
+    hops, first_hop = _hops(routes, np.array(route_of, dtype=np.int64)[order], topology)
+    first = np.concatenate(([0], np.cumsum([len(payload) for payload in ordered]))).astype(np.int64)
+    nbytes = np.add.reduceat(parcels.nbytes(), first[:-1]) if len(ordered) else np.zeros(0, dtype=np.int64)
+    return Schedule(parcels, Payloads(size, nbytes, first, first_hop), hops)
 
 
-def assemble(parcels: Parcels, nbytes: list[int], legs: list[Leg], drafts: list[Draft], topology: Topology) -> Schedule:
-    """Numbers the drafts by their keys and lays the parcels out in each message, aligned to 16 bytes."""
-    order = sorted(range(len(drafts)), key=lambda draft: drafts[draft].key)
-    number = {draft: message for message, draft in enumerate(order)}
-    rows: list[tuple[int, ...]] = []
-    heads: list[tuple[int, ...]] = []
-    for message, draft in enumerate(order):
-        end = payload = 0
-        members = drafts[draft].legs
-        for index in members:
-            leg = legs[index]
-            ends = (leg.sender, leg.sender_piece, leg.relayed, leg.receiver, leg.receiver_piece)
+def _parcels(plan: TransferPlan, payloads: Sequence[Sequence[Stack]]) -> tuple[Parcels, np.ndarray]:
+    """The columns of all parcels, and each payload's size."""
+    rows: list[tuple[int, int, int, int, int]] = []
+    boxes: list[np.ndarray] = []
+    sizes = []
+    for payload in payloads:
+        end = 0
+        for stack in payload:
             offset = aligned(end)
-            rows.append((leg.parcel, *ends, message, offset))
-            payload += nbytes[leg.parcel]
-            end = offset + nbytes[leg.parcel]
-        sender, receiver = legs[members[0]].sender, legs[members[0]].receiver
-        after = max((number[parent] for parent in drafts[draft].parents), default=-1)
-        heads.append((sender, receiver, end, payload, after, topology.is_local(sender, receiver)))
-    cols = np.array(rows, dtype=np.int64).reshape(-1, 8).T
-    head = np.array(heads, dtype=np.int64).reshape(-1, 6).T
-    return Schedule(
-        parcels,
-        Legs(cols[0], cols[1], cols[2], cols[3].astype(bool), cols[4], cols[5], cols[6], cols[7]),
-        Messages(head[0], head[1], head[2], head[3], head[4], head[5].astype(bool)),
-    )
+            start = int(stack.box[stack.dim, 0]) + stack.first
+            rows.append((stack.atom, offset, stack.dim, start, start + stack.rows))
+            boxes.append(stack.box)
+            end = offset + stack.nbytes
+        sizes.append(end)
+    dims = plan.lo.shape[1]
+    atom, offset, dim, start, stop = np.array(rows, dtype=np.int64).reshape(-1, 5).T
+    box = np.stack(boxes) if boxes else np.zeros((0, dims, 2), dtype=np.int64)
+    each = np.arange(len(box))
+    box[each, dim, 0], box[each, dim, 1] = start, stop
+    parcels = Parcels(plan.tensors, plan.tensor[atom], box[:, :, 0], box[:, :, 1], atom, offset)
+    return parcels, np.array(sizes, dtype=np.int64)
+
+
+def _hops(routes: Sequence[Route], route_of: np.ndarray, topology: Topology) -> tuple[Hops, np.ndarray]:
+    """The columns of all hops, and the first hop of each payload."""
+    table = np.array(
+        [
+            (hop.sender, hop.receiver, hop.parent, topology.is_local(hop.sender, hop.receiver))
+            for route in routes
+            for hop in route.hops
+        ],
+        dtype=np.int64,
+    ).reshape(-1, 4)
+    lengths = np.array([len(route.hops) for route in routes], dtype=np.int64)
+    starts = np.cumsum(lengths) - lengths
+    counts = lengths[route_of]
+    first = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
+    payload = np.repeat(np.arange(len(route_of)), counts)
+    nth = np.arange(first[-1]) - first[payload]
+    sender, receiver, parent, local = table[starts[route_of[payload]] + nth].T
+    parent = np.where(parent < 0, -1, parent + first[payload])
+    return Hops(payload, sender.copy(), receiver.copy(), parent, local.astype(bool)), first

@@ -1,24 +1,51 @@
-"""The machine graph: which ranks share fast links."""
+"""The machine graph: which ranks share fast links, and through what they reach the network."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Self
+from functools import cached_property
+from typing import Literal, Self
 
 from refit_transport.errors import LayoutError
 
+NicKind = Literal["domain", "rank"]
+
+# Relative figures are enough to choose senders; absolute ones make predictions. These are an 8-GPU H100 node's.
+DEFAULT_NIC_RATE = 50e9
+DEFAULT_LOCAL_RATE = 450e9
+
 
 @dataclass(frozen=True, slots=True)
+class Nic:
+    """What some ranks of one domain have toward the network: payload bytes per second, in each direction."""
+
+    ranks: tuple[int, ...]
+    rate: float
+
+    def __post_init__(self) -> None:
+        if not (self.rate > 0 and math.isfinite(self.rate)):
+            raise LayoutError("", self.ranks[0] if self.ranks else -1, "a NIC rate above 0", str(self.rate))
+
+
+@dataclass(frozen=True)
 class Topology:
     """Domains of ranks with uniform fast links inside (an NVLink island, a host); between domains lies the network.
 
+    Every rank reaches the network through one NIC, which it may share with other ranks of its domain. `local_rate` is
+    what a rank can send or receive inside its domain, in bytes per second.
+
     >>> topology = Topology.of(((0, 1), (2, 3)))
-    >>> topology.domain(3), topology.is_local(2, 3), topology.is_local(1, 2)
-    (1, True, False)
+    >>> topology.domain(3), topology.is_local(2, 3), topology.is_local(1, 2), topology.nic(3)
+    (1, True, False, 1)
+    >>> Topology.of(((0, 1), (2, 3)), nics="rank").nic(3)
+    3
     """
 
     domains: tuple[tuple[int, ...], ...]
+    nics: tuple[Nic, ...]
+    local_rate: float = DEFAULT_LOCAL_RATE
 
     def __post_init__(self) -> None:
         seen: set[int] = set()
@@ -27,19 +54,58 @@ class Topology:
                 if rank in seen:
                     raise LayoutError("", rank, "each rank in one topology domain", "it in two")
                 seen.add(rank)
+        served = [rank for nic in self.nics for rank in nic.ranks]
+        if sorted(served) != sorted(seen):
+            wrong = next(iter({*served} ^ seen), -1)
+            raise LayoutError("", wrong, "each rank of a domain on one NIC", "it on none, on two, or in no domain")
+        for nic in self.nics:
+            if len({self._domain_of[rank] for rank in nic.ranks}) > 1:
+                raise LayoutError("", nic.ranks[0], "a NIC of one domain", f"one of ranks {list(nic.ranks)}")
 
     @classmethod
-    def of(cls, domains: Iterable[Iterable[int]]) -> Self:
-        """Sorted ranks in each domain, domains by their first rank; empty ones are dropped."""
-        return cls(tuple(sorted(tuple(sorted(domain)) for domain in domains if domain)))
+    def of(
+        cls,
+        domains: Iterable[Iterable[int]],
+        *,
+        nics: NicKind = "domain",
+        nic_rate: float = DEFAULT_NIC_RATE,
+        local_rate: float = DEFAULT_LOCAL_RATE,
+    ) -> Self:
+        """Sorted ranks in each domain, domains by their first rank; empty ones are dropped.
+
+        Args:
+            domains: the ranks of each domain.
+            nics: one NIC for all ranks of a domain, or one for each rank.
+            nic_rate: payload bytes per second of each NIC and direction.
+            local_rate: payload bytes per second of each rank and direction inside its domain.
+        """
+        ordered = tuple(sorted(ranks for domain in domains if (ranks := tuple(sorted(domain)))))
+        groups = ordered if nics == "domain" else tuple((rank,) for domain in ordered for rank in domain)
+        return cls(ordered, tuple(Nic(ranks, nic_rate) for ranks in groups), local_rate)
 
     @classmethod
-    def from_hosts(cls, hosts: Mapping[int, str]) -> Self:
+    def from_hosts(cls, hosts: Mapping[int, str], *, nics: NicKind = "domain") -> Self:
         """One domain per host, from each rank's host name."""
         domains: dict[str, list[int]] = {}
         for rank, host in hosts.items():
             domains.setdefault(host, []).append(rank)
-        return cls.of(domains.values())
+        return cls.of(domains.values(), nics=nics)
+
+    @cached_property
+    def _domain_of(self) -> dict[int, int]:
+        return {rank: index for index, ranks in enumerate(self.domains) for rank in ranks}
+
+    @cached_property
+    def _nic_of(self) -> dict[int, int]:
+        return {rank: index for index, nic in enumerate(self.nics) for rank in nic.ranks}
+
+    @cached_property
+    def nics_of_domains(self) -> tuple[tuple[int, ...], ...]:
+        """The NICs of each domain, by index."""
+        found: list[list[int]] = [[] for _ in self.domains]
+        for index, nic in enumerate(self.nics):
+            found[self._domain_of[nic.ranks[0]]].append(index)
+        return tuple(tuple(nics) for nics in found)
 
     def domain(self, rank: int) -> int:
         """The index of the rank's domain.
@@ -47,10 +113,15 @@ class Topology:
         Raises:
             LayoutError: no domain lists the rank.
         """
-        for index, ranks in enumerate(self.domains):
-            if rank in ranks:
-                return index
-        raise LayoutError("", rank, "a topology domain that lists it", f"only {list(map(list, self.domains))}")
+        found = self._domain_of.get(rank)
+        if found is None:
+            raise LayoutError("", rank, "a topology domain that lists it", f"only {list(map(list, self.domains))}")
+        return found
+
+    def nic(self, rank: int) -> int:
+        """The index of the NIC through which the rank reaches the network; LayoutError as `domain`."""
+        self.domain(rank)
+        return self._nic_of[rank]
 
     def is_local(self, a: int, b: int) -> bool:
         """Whether bytes between the two ranks stay off the network."""
