@@ -22,7 +22,7 @@ def render_preview(found: Preview) -> Group:
         _routes(found),
         _heaviest(found.ranks),
         _against_old_way([load for load in found.ranks if load.role == "target"]),
-        "messages: " + ", ".join(f"{count} by {name}" for name, count in found.messages.items()),
+        "payloads: " + ", ".join(f"{count} by {name}" for name, count in found.payloads.items()),
         "checked: plan and schedules deliver every element that a generation rank needs, once",
         *(f"assumed: {assumption}" for assumption in found.assumptions),
     )

@@ -8,7 +8,6 @@ from typing import Any
 
 from refit_transport.config.model import model_shape
 from refit_transport.config.schema import RefitConfig
-from refit_transport.layout.manifest import Role
 from refit_transport.planning.routing import Route
 from refit_transport.refit_plan import RefitPlan
 from refit_transport.report import PlanSummary
@@ -17,7 +16,7 @@ from refit_transport.scheduling.topology import Topology
 from refit_transport.sources.megatron_preset import megatron_manifest
 from refit_transport.sources.naming import check_complete
 from refit_transport.targets.vllm_preset import vllm_manifest
-from refit_transport.transports.base import Footprint, Job
+from refit_transport.transports.base import Footprint, Job, Role
 
 Announce = Callable[[str], None]
 
@@ -60,12 +59,12 @@ class RankLoad:
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """A checked plan. `messages` counts by transport; `assumptions` say what only a run can tell."""
+    """A checked plan. `payloads` counts by transport; `assumptions` say what only a run can tell."""
 
     summary: PlanSummary
     routes: tuple[Route, ...]
     ranks: tuple[RankLoad, ...]
-    messages: dict[str, int]
+    payloads: dict[str, int]
     assumptions: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -84,7 +83,7 @@ class Preview:
             "summary": {**asdict(self.summary), **totals},
             "routes": [asdict(route) for route in self.routes],
             "ranks": ranks,
-            "messages": self.messages,
+            "payloads": self.payloads,
             "checked": True,
             "assumptions": list(self.assumptions),
         }
@@ -111,12 +110,11 @@ def preview(config: RefitConfig, *, announce: Announce) -> Preview:
     for name, transport in plan.transports.items():
         announce(f"checking the schedule of {name}")
         transport.check()
-    footprints = {name: transport.footprint() for name, transport in plan.transports.items()}
     return Preview(
         summary,
         plan.routes,
-        _loads(job, plan, list(footprints.values())),
-        {name: footprint.messages for name, footprint in footprints.items()},
+        _loads(job, plan, list(plan.footprints.values())),
+        {name: footprint.payloads for name, footprint in plan.footprints.items()},
         _assumptions(config),
     )
 

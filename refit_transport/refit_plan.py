@@ -9,8 +9,8 @@ from refit_transport.planning.planner import check_sides_agree
 from refit_transport.planning.routing import route_tensors
 from refit_transport.report import PlanSummary
 from refit_transport.scheduling.schedule import Traffic
-from refit_transport.transports.base import Job, Transport
-from refit_transport.transports.gather_broadcast import GatherBroadcast
+from refit_transport.transports.base import Footprint, Job, Transport
+from refit_transport.transports.gather_broadcast import broadcast_traffic
 from refit_transport.transports.registry import load, resolve
 from refit_transport.verification import Verifier
 
@@ -38,9 +38,19 @@ class RefitPlan:
         return digest(*parts, *(transport.digest() for transport in self.transports.values()))
 
     @cached_property
+    def footprints(self) -> dict[str, Footprint]:
+        """What each transport needs."""
+        return {name: transport.footprint() for name, transport in self.transports.items()}
+
+    @property
+    def slot_bytes(self) -> int:
+        """The slot memory that every rank's fabric must have: transports run one after the other."""
+        return max((footprint.slot_bytes for footprint in self.footprints.values()), default=0)
+
+    @cached_property
     def old_way(self) -> Traffic:
         """What gathering and broadcasting every tensor would move."""
-        return GatherBroadcast(self.job, tuple(route.tensor for route in self.routes)).traffic()
+        return broadcast_traffic(self.job, [route.tensor for route in self.routes])
 
     def summary(self) -> PlanSummary:
         """The planned bytes beside those of `old_way`."""

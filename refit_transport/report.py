@@ -10,11 +10,11 @@ from typing import Any, Self
 from rich.console import Group
 from rich.table import Table
 
-from refit_transport.layout.manifest import Role
 from refit_transport.planning.routing import RESHARD, Route
 from refit_transport.scheduling.schedule import Traffic
+from refit_transport.transports.base import Role
 
-PHASES = ("plan", "agree", "pack", "network", "local", "load", "verify")
+PHASES = ("plan", "agree", "pack", "network", "exchange", "unpack", "load", "verify")
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
-from typing import Any, Self
+from dataclasses import asdict, replace
+from typing import Self, get_args
 
-from refit_transport.config.settings import AVAILABLE_FABRICS, RefitSettings
+from refit_transport.config.settings import RefitSettings
+from refit_transport.connect import connect_fabric
 from refit_transport.errors import LayoutError, RefitTransportError, TransferError, VersionError
-from refit_transport.fabrics.base import Fabric, Spent
+from refit_transport.fabrics.base import Fabric, Phase, Spent
 from refit_transport.fabrics.deadline import Deadline
-from refit_transport.fabrics.gloo import GlooFabric, address_toward
 from refit_transport.fabrics.rendezvous import ControlChannel
-from refit_transport.layout.manifest import Manifest
-from refit_transport.layout.wire import manifest_from_json, manifest_to_json
+from refit_transport.layout.manifest import Manifest, RankManifest
+from refit_transport.layout.wire import canonical_json, manifest_from_json, manifest_to_json
 from refit_transport.refit_plan import RefitPlan
 from refit_transport.report import RankReport, RefitReport
 from refit_transport.scheduling.topology import Topology
@@ -44,7 +44,7 @@ class RefitSession:
         self._seconds: dict[str, float] = {}
         self._spent = Spent()
         self._verified = 0
-        self._forms: dict[str, str] = {}
+        self._forms: dict[tuple[str, str], str] = {}
         self._attempts = 0
         self._topics: tuple[str, ...] = ()
         self._last_topics: tuple[str, ...] = ()
@@ -57,7 +57,6 @@ class RefitSession:
         cls,
         channel: ControlChannel,
         *,
-        sources: int,
         settings: RefitSettings | None = None,
         source: Source | None = None,
         target: Target | None = None,
@@ -66,23 +65,25 @@ class RefitSession:
         """Exchanges manifests, plans, compares digests and connects the fabric; returns a complete session or raises.
 
         Args:
-            channel: this rank's control channel; ranks 0 to `sources` - 1 are sources, the others targets.
-            sources: the number of source ranks.
+            channel: this rank's control channel.
             settings: given by rank 0 only, which hands them to the others.
             source: this rank's source, on source ranks.
-            target: this rank's target, on target ranks.
+            target: this rank's target, on target ranks; a rank may have both, in memory of their own.
             version: the version that this rank has from earlier sessions; the next must be above every rank's.
         """
         began = time.perf_counter()
         channel.claim()
         with _telling_others(channel):
             channel.publish("version", version)
-            job, endpoint = _exchange(channel, sources, settings, source, target)
+            job, endpoint = _exchange(channel, settings, source, target)
             deadline = Deadline(job.settings.timeout_s)
             plan = RefitPlan(job)
             channel.agree("the plan/0", plan.digest(), deadline=deadline)
             last = max(channel.collect("version", range(channel.world_size), deadline=deadline))
-            session = cls(channel, endpoint, plan, _fabric(channel, job.settings), version=last)
+            fabric = connect_fabric(
+                channel, job.topology, job.settings, slot_bytes=plan.slot_bytes, deadline=deadline
+            )
+            session = cls(channel, endpoint, plan, fabric, version=last)
         session._plan_seconds = time.perf_counter() - began
         return session
 
@@ -176,20 +177,26 @@ class RefitSession:
 
     def _check_forms(self) -> None:
         """Storage may move between refits; with another dtype, shape or stride it isn't what the manifest describes."""
-        side = self._endpoint.source or self._endpoint.target
-        assert side is not None
-        for name, tensor in side.buffers().items():
-            form = f"{tensor.dtype} {list(tensor.shape)} strides {list(tensor.stride())}"
-            known = self._forms.setdefault(name, form)
-            if form != known:
-                raise LayoutError(name, self._channel.rank, f"{known}, as at the first refit", form)
+        storages: dict[str, dict[int, str]] = {"source": {}, "target": {}}
+        for role, side in (("source", self._endpoint.source), ("target", self._endpoint.target)):
+            for name, tensor in {} if side is None else side.buffers().items():
+                form = f"{tensor.dtype} {list(tensor.shape)} strides {list(tensor.stride())}"
+                known = self._forms.setdefault((role, name), form)
+                if form != known:
+                    raise LayoutError(name, self._channel.rank, f"{known}, as at the first refit", form)
+                storages[role][tensor.untyped_storage().data_ptr()] = name
+        shared = storages["source"].keys() & storages["target"].keys()
+        if shared:
+            name = storages["target"][shared.pop()]
+            raise LayoutError(name, self._channel.rank, "a target in memory of its own", "the source's storage")
 
     def _rank_report(self) -> RankReport:
         spent, target = self._spent, self._endpoint.target
-        seconds = {**self._seconds, **{name: getattr(spent, name) for name in ("pack", "network", "local", "load")}}
+        phases: tuple[Phase, ...] = get_args(Phase)
+        seconds = {**self._seconds, **{phase: getattr(spent, phase) for phase in phases}}
         return RankReport(
             self._channel.rank,
-            self._endpoint.manifest.role,
+            self._endpoint.role,
             socket.gethostname(),
             seconds,
             spent.sent_bytes,
@@ -244,49 +251,50 @@ def _telling_others(channel: ControlChannel) -> Iterator[None]:
 
 
 def _exchange(
-    channel: ControlChannel, sources: int, settings: RefitSettings | None, source: Source | None, target: Target | None
+    channel: ControlChannel, settings: RefitSettings | None, source: Source | None, target: Target | None
 ) -> tuple[Job, Endpoint]:
-    """Publishes this rank's manifest and reads all others'."""
-    rank, ranks = channel.rank, range(channel.world_size)
+    """Publishes this rank's manifests and reads all others'."""
+    rank, everyone = channel.rank, range(channel.world_size)
+    if source is None and target is None:
+        raise TransferError(rank, -1, "prepare", "", "a rank needs a source or a target")
     if settings is not None:
         channel.publish("settings", settings.to_json())
     deadline = Deadline(settings.timeout_s if settings is not None else channel.timeout_s)
     agreed = RefitSettings.from_json(channel.collect("settings", (0,), deadline=deadline)[0])
-    channel.publish("host", socket.gethostname())
-    own = None
+    channel.publish("rank", {"host": socket.gethostname(), "source": source is not None, "target": target is not None})
+    ranks = channel.collect("rank", everyone, deadline=deadline)
+    sources = [number for number in everyone if ranks[number]["source"]]
+    targets = [number for number in everyone if ranks[number]["target"]]
+    if not sources or not targets:
+        raise TransferError(rank, -1, "prepare", "", "a refit needs at least one source and one target rank")
+    own_source = own_target = None
     if source is not None:
-        own = source.manifest(rank)
-        channel.publish("manifest", manifest_to_json(own))
-    held = Manifest.of(_manifests(channel, ranks[:sources], deadline))
+        own_source = source.manifest(rank)
+        channel.publish("manifest/source", manifest_to_json(own_source))
+    held = Manifest.of(_manifests(channel, "manifest/source", sources, deadline))
     if target is not None:
-        own = target.manifest(rank, held.tensors)
-        channel.publish("manifest", manifest_to_json(own))
-    wanted = Manifest.of(_manifests(channel, ranks[sources:], deadline))
-    if own is None:
-        raise TransferError(rank, -1, "prepare", "", "a rank needs a source or a target")
-    topology = _topology(channel, agreed, deadline)
-    return Job(held, wanted, topology, agreed), Endpoint(rank, own, source, target)
+        own_target = target.manifest(rank, held.tensors)
+        channel.publish("manifest/target", manifest_to_json(own_target))
+    wanted = Manifest.of(_manifests(channel, "manifest/target", targets, deadline))
+    topology = _topology({number: ranks[number]["host"] for number in everyone}, agreed)
+    job = Job(held, wanted, topology, agreed)
+    return job, Endpoint(rank, source, own_source, target, own_target)
 
 
-def _manifests(channel: ControlChannel, ranks: range, deadline: Deadline) -> Iterator[Any]:
-    return map(manifest_from_json, channel.collect("manifest", ranks, deadline=deadline))
+def _manifests(
+    channel: ControlChannel, topic: str, ranks: Sequence[int], deadline: Deadline
+) -> Iterator[RankManifest]:
+    """Replicas publish the same but for their rank; what is equal is decoded once and shared."""
+    known: dict[str, RankManifest] = {}
+    for value in channel.collect(topic, ranks, deadline=deadline):
+        number = value.pop("rank", -1)
+        key = canonical_json(value)
+        if key not in known:
+            known[key] = manifest_from_json({**value, "rank": number})
+        yield replace(known[key], rank=number)
 
 
-def _topology(channel: ControlChannel, settings: RefitSettings, deadline: Deadline) -> Topology:
+def _topology(hosts: Mapping[int, str], settings: RefitSettings) -> Topology:
     if settings.domains is not None:
-        return Topology.of(settings.domains)
-    hosts = channel.collect("host", range(channel.world_size), deadline=deadline)
-    return Topology.from_hosts(dict(enumerate(hosts)))
-
-
-def _fabric(channel: ControlChannel, settings: RefitSettings) -> Fabric:
-    if settings.fabric not in AVAILABLE_FABRICS:
-        reason = f"fabric {settings.fabric!r} is not available yet: set refit_cfg's fabric to gloo or auto"
-        raise TransferError(channel.rank, -1, "connect", "", reason)
-    return GlooFabric(
-        channel.group_store("gloo"),
-        rank=channel.rank,
-        world_size=channel.world_size,
-        address=address_toward(channel.host),
-        timeout_s=settings.timeout_s,
-    )
+        return Topology.of(settings.domains, nics=settings.nics)
+    return Topology.from_hosts(hosts, nics=settings.nics)

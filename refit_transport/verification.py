@@ -8,11 +8,12 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from refit_transport.errors import VerificationError
-from refit_transport.fabrics.program import Binding
+from refit_transport.fabrics.binding import Binding, Part
+from refit_transport.layout.box import Box
 from refit_transport.layout.manifest import Manifest
 from refit_transport.planning.plan import TransferPlan
 from refit_transport.planning.planner import plan_transfer
-from refit_transport.views import torch_dtype
+from refit_transport.views import box_view, torch_dtype
 
 _SAMPLED_SHARE = 16
 
@@ -34,12 +35,9 @@ class Verifier:
 
     def source_checksums(self, binding: Binding, atoms: Iterable[int]) -> dict[str, int]:
         """Checksums of the boxes of which this source rank is the first holder; keys are JSON-able."""
-        rank, sums = binding.manifest.rank, {}
-        for atom in atoms:
-            holder, piece = next(iter(self._plan.holders.of(atom)))
-            if holder == rank:
-                sums[str(atom)] = self._checksum(binding, atom, piece)
-        return sums
+        rank = binding.manifest.rank
+        mine = (atom for atom in atoms if self._first_holder(atom) == rank)
+        return {str(atom): self._checksum(binding.cover(*self._box(atom)), atom) for atom in mine}
 
     def compare(self, binding: Binding, atoms: Iterable[int], sums: Mapping[str, int], version: int) -> int:
         """Compares this target rank's boxes with the sources' checksums; returns how many.
@@ -49,18 +47,31 @@ class Verifier:
         """
         rank, count = binding.manifest.rank, 0
         for atom in atoms:
-            for wanter, piece in self._plan.wanters.of(atom):
-                if wanter != rank:
-                    continue
-                count += 1
-                if self._checksum(binding, atom, piece) != sums[str(atom)]:
-                    holder = next(iter(self._plan.holders.of(atom)))[0]
-                    name = self._plan.tensors[self._plan.tensor[atom]].name
-                    raise VerificationError(name, str(self._plan.box(atom)), holder, rank, version)
+            if rank not in self._plan.rank_sets[self._plan.wanters[atom]]:
+                continue
+            count += 1
+            name, box = self._box(atom)
+            if any(self._checksum(parts, atom) != sums[str(atom)] for parts in _copies(binding.parts(name, box), box)):
+                raise VerificationError(name, str(box), self._first_holder(atom), rank, version)
         return count
 
-    def _checksum(self, binding: Binding, atom: int, piece: int) -> int:
-        box = self._plan.box(atom)
-        dtype = torch_dtype(self._plan.tensors[self._plan.tensor[atom]].wire_dtype)
-        view = binding.box_view(piece, box).to(device="cpu", dtype=dtype).contiguous()
-        return zlib.crc32(view.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # a buffer it is
+    def _first_holder(self, atom: int) -> int:
+        return self._plan.rank_sets[self._plan.holders[atom]][0]
+
+    def _box(self, atom: int) -> tuple[str, Box]:
+        return self._plan.name(atom), self._plan.box(atom)
+
+    def _checksum(self, parts: Iterable[Part], atom: int) -> int:
+        box, dtype = self._plan.box(atom), torch_dtype(self._plan.tensors[self._plan.tensor[atom]].wire_dtype)
+        whole = torch.empty(box.shape, dtype=dtype)
+        for part in parts:
+            box_view(whole, box, part.box).copy_(part.view)
+        return zlib.crc32(whole.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # a buffer it is
+
+
+def _copies(parts: list[Part], box: Box) -> list[list[Part]]:
+    """A target may keep a box twice (tied weights): each whole copy, and what is left if it makes up another."""
+    whole = [part for part in parts if part.box == box]
+    rest = [part for part in parts if part.box != box]
+    complete = sum(part.box.numel for part in rest) >= box.numel
+    return [[part] for part in whole] + ([rest] if complete else [])

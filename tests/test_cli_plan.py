@@ -66,7 +66,7 @@ def test_a_table_for_people_and_nothing_else(tmp_path):
         "Bytes of one refit by transport",
         "Heaviest ranks of each side, of 4",
         "coverage: all",
-        "messages: ",
+        "payloads: ",
         "checked: plan and schedules deliver every element",
         "as far as known without the engine",
     ):
@@ -97,8 +97,8 @@ def test_routes_have_reasons_and_transports_their_own_figures():
     found = planned(f"{reshard}.coverage=ffn")
     assert {part["name"] for part in found["summary"]["transports"]} == {"nccl_reshard", "gather_broadcast"}
     assert sum(part["tensors"] for part in found["summary"]["transports"]) == len(found["routes"]) == 27
-    assert found["messages"].keys() == {"nccl_reshard", "gather_broadcast"}
-    assert all(count > 0 for count in found["messages"].values())
+    assert found["payloads"].keys() == {"nccl_reshard", "gather_broadcast"}
+    assert all(count > 0 for count in found["payloads"].values())
     by_rank = {load["rank"]: load["received"] for load in found["ranks"] if load["received"]}
     assert by_rank == {int(rank): nbytes for rank, nbytes in found["summary"]["received_by_rank"].items()}
 

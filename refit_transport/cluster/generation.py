@@ -45,7 +45,6 @@ class RefitAddress:
     host: str
     port: int
     first_rank: int
-    sources: int
     world_size: int
     timeout_s: float
 

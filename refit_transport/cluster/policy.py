@@ -41,7 +41,6 @@ class PolicyWorker(TrainingWorker):
             )
         self._session = RefitSession.prepare(
             channel,
-            sources=address.sources,
             settings=settings if self.rank == 0 else None,
             source=self.source(),
             version=self._version,

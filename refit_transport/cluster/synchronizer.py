@@ -49,10 +49,10 @@ class RefitSynchronizer:
         [found] = collect([opened], timeout_s=self._patience_s)
         first_rank = self._policy.count
         pending: list[Pending] = []
-        address = RefitAddress(host, int(found[0]), 0, self._policy.count, world_size, self._settings.timeout_s)
+        address = RefitAddress(host, int(found[0]), 0, world_size, self._settings.timeout_s)
         pending.append(self._policy.start("join_refit", address, self._settings))
         for engine in self._engines:
-            own = RefitAddress(host, address.port, first_rank, address.sources, world_size, self._settings.timeout_s)
+            own = RefitAddress(host, address.port, first_rank, world_size, self._settings.timeout_s)
             pending.append(engine.start("join_refit", own))
             first_rank += engine.count
         collect(pending, timeout_s=self._join_patience_s)

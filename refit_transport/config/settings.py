@@ -7,8 +7,12 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, Self
 
 from refit_transport.planning.routing import Coverage, RouteRule
+from refit_transport.scheduling.broadcast import ChainKind
+from refit_transport.scheduling.scheduler import PassName
+from refit_transport.scheduling.topology import NicKind
 
 Verify = Literal["off", "sample", "full"]
+SharedMemory = Literal["auto", "off"]
 FabricName = Literal["auto", "gloo", "nccl", "nccl_m2n"]
 AVAILABLE_FABRICS: tuple[FabricName, ...] = ("auto", "gloo")
 
@@ -23,7 +27,11 @@ class RefitSettings:
     fabric: what moves bytes; "auto" is gloo, and the NCCL fabrics are not available yet.
     coverage, routes: which tensors go shard-to-shard (only with `nccl_reshard`).
     domains: topology domains as lists of refit ranks; None: one domain per host.
-    bucket_bytes: payload of one message at most. staging_bytes: message slots and staging of one rank at most.
+    nics: whether the ranks of a domain share one NIC or have one each; senders are chosen to keep all equally busy.
+    disabled_passes: scheduling passes of nccl_reshard that are switched off, to see what they are worth.
+    chains: gather_broadcast's chains, one per NIC of a domain or a single one.
+    shared_memory: "auto" lets ranks of one host exchange through shared memory, "off" only over TCP.
+    bucket_bytes: size of one payload at most. staging_bytes: payload slots and staging of one rank at most.
     timeout_s: the deadline of every phase, in seconds.
     verify: whether what the targets hold is compared with the sources before a refit ends.
     """
@@ -33,8 +41,12 @@ class RefitSettings:
     coverage: Coverage = "ffn"
     routes: tuple[RouteRule, ...] = ()
     domains: tuple[tuple[int, ...], ...] | None = None
-    bucket_bytes: int = 4 * MIB
-    staging_bytes: int = 64 * MIB
+    nics: NicKind = "domain"
+    disabled_passes: tuple[PassName, ...] = ()
+    chains: ChainKind = "nic"
+    shared_memory: SharedMemory = "auto"
+    bucket_bytes: int = MIB
+    staging_bytes: int = 16 * MIB
     timeout_s: float = 300.0
     verify: Verify = "off"
 
@@ -50,6 +62,7 @@ class RefitSettings:
             **{
                 **value,
                 "routes": tuple(RouteRule(**rule) for rule in value["routes"]),
+                "disabled_passes": tuple(value["disabled_passes"]),
                 "domains": None if domains is None else tuple(map(tuple, domains)),
             }
         )

@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 
 from refit_transport.fabrics.deadline import Deadline
 from refit_transport.fabrics.program import Program
-from refit_transport.fabrics.slots import SlotMemory
+from refit_transport.fabrics.slots import Slots
 
 Phase = Literal["pack", "network", "exchange", "unpack", "load"]
 
@@ -50,7 +50,7 @@ class Fabric(Protocol):
     """A private group of ranks. Every rank of the group runs its own program of the same schedule (collective)."""
 
     @property
-    def memory(self) -> SlotMemory:
+    def memory(self) -> Slots:
         """The slots that programs for this fabric are to be lowered on."""
 
     def run(self, program: Program, *, deadline: Deadline) -> Spent:

@@ -1,18 +1,20 @@
-"""Bytes over TCP through a private ProcessGroupGloo, never torch.distributed's default group."""
+"""Bytes over TCP through a private ProcessGroupGloo, and through shared memory between ranks that have it."""
 
 from __future__ import annotations
 
 import socket
-import time
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch._C._distributed_c10d import ProcessGroupGloo, Store, Work
 
 from refit_transport.errors import TransferError
 from refit_transport.fabrics.base import Spent
 from refit_transport.fabrics.deadline import Deadline
-from refit_transport.fabrics.program import Operation, Program
+from refit_transport.fabrics.program import Program, Step, Transmission
+from refit_transport.fabrics.shared_memory import SharedExchange
+from refit_transport.fabrics.slots import Slots
 
 
 def address_toward(host: str) -> str:
@@ -25,113 +27,168 @@ def address_toward(host: str) -> str:
 class GlooFabric:
     """A group of `world_size` ranks. Construction is collective: it connects every pair.
 
-    gloo's point-to-point work only completes inside `wait`, and a wait that times out closes every pair. So each rank
-    posts its operations in message order, up to the program's window, and waits for the oldest one against the refit's
-    deadline. Message order is total, hence the oldest unfinished message is always posted at both ends: no deadlock.
+    torch.distributed's default group is never touched. Local hops between ranks that are connected by `exchange` go
+    through shared memory, all others over TCP. `memory` is this rank's slot memory, the exchange's segment if there is
+    an exchange.
     """
 
-    def __init__(self, store: Store, *, rank: int, world_size: int, address: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        *,
+        rank: int,
+        world_size: int,
+        address: str,
+        timeout_s: float,
+        memory: torch.Tensor,
+        exchange: SharedExchange | None = None,
+    ) -> None:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [ProcessGroupGloo.create_device(hostname=address)]
         # A peer that is late has this long to come; one that dies while it connects holds the others up to five times.
         options._timeout = timedelta(seconds=timeout_s)
-        self._rank = rank
+        self._rank, self._exchange = rank, exchange
+        self._memory = Slots(memory, {} if exchange is None else exchange.memories)
         try:
             self._group: ProcessGroupGloo | None = ProcessGroupGloo(store, rank, world_size, options)
         except RuntimeError as error:
             raise TransferError(rank, -1, "connect", "", str(error).splitlines()[0]) from error
 
+    @property
+    def memory(self) -> Slots:
+        """See `Fabric.memory`."""
+        return self._memory
+
     def run(self, program: Program, *, deadline: Deadline) -> Spent:
         """Executes one rank's program; see `Fabric.run`."""
         if self._group is None:
             raise TransferError(self._rank, -1, "transfer", "", "the gloo fabric is closed")
-        return _Execution(self._group, program, deadline).run()
+        return _Execution(self._group, self._exchange, program, deadline).run()
 
     def close(self) -> None:
-        """Closes every pair; a second call does nothing."""
+        """Closes every connection; a second call does nothing."""
         self._group = None
+        if self._exchange is not None:
+            self._exchange.close()
 
 
 class _Execution:
-    """One run of one program."""
+    """One run of one program.
 
-    def __init__(self, group: ProcessGroupGloo, program: Program, deadline: Deadline) -> None:
+    gloo's point-to-point work only completes inside `wait`, and a wait that times out closes every pair. So each rank
+    goes through its steps in order and waits against the refit's deadline, only for what belongs to the step it is at
+    or to an earlier one. Receives are posted ahead, as far as slots are free. A slot is free when what was sent from it
+    `lag` steps ago has gone: that is half of the slots for sends under way, half for receives.
+    """
+
+    def __init__(
+        self, group: ProcessGroupGloo, exchange: SharedExchange | None, program: Program, deadline: Deadline
+    ) -> None:
         # torch's stub lacks the group's point-to-point calls.
         self._group: Any = group
-        self._program, self._deadline = program, deadline
-        self._work: list[Work | None] = [None] * len(program.operations)
-        self._done = 0
+        self._exchange, self._program, self._deadline = exchange, program, deadline
+        self._receives: dict[int, Work] = {}
+        self._sends: dict[int, list[tuple[Transmission, Work | None]]] = {}
         self._spent = Spent()
+        only_sends = all(step.incoming is None for step in program.steps)
+        self._lag = program.slots - 1 if only_sends else max(1, program.slots // 2)
 
     def run(self) -> Spent:
         try:
             return self._execute()
         finally:
             # A raised error's frames keep this object alive, and with it the sockets, whose closing tells the peers.
-            self._group, self._work = None, []
+            self._group, self._receives, self._sends = None, {}, {}
 
     def _execute(self) -> Spent:
-        operations, posted = self._program.operations, 0
-        while self._done < len(operations):
-            while posted < len(operations) and posted - self._done < self._program.window:
-                if not self._is_ready(operations[posted]):
-                    break
-                self._post(posted, operations[posted])
-                posted += 1
-            self._wait(self._done, operations[self._done])
-            self._done += 1
+        steps = self._program.steps
+        posted = 0
+        for index, step in enumerate(steps):
+            if index >= self._lag:
+                self._retire(index - self._lag, steps[index - self._lag])
+            ahead = min(len(steps), index - self._lag + self._program.slots + 1)
+            for number in range(posted, ahead):
+                self._post(number, steps[number])
+            posted = max(posted, ahead)
+            self._do(index, step)
+        for index in sorted(self._sends):
+            self._retire(index, steps[index])
         return self._spent
 
-    def _is_ready(self, operation: Operation) -> bool:
-        """Whether everything that the operation passes on has arrived."""
-        return operation.kind == "receive" or self._program.operations[self._done].message > operation.after
+    def _post(self, index: int, step: Step) -> None:
+        """Starts to receive what comes over TCP."""
+        if step.incoming is not None and step.shared is None:
+            try:
+                self._receives[index] = self._group.recv([step.memory], step.incoming.peer, step.incoming.hop)
+            except RuntimeError as error:
+                raise self._failure(step, step.incoming, error) from error
 
-    def _post(self, index: int, operation: Operation) -> None:
+    def _do(self, index: int, step: Step) -> None:
+        if step.incoming is None:
+            with self._spent.timing("pack"):
+                step.pack.make()
+        else:
+            self._receive(index, step, step.incoming)
+        # What others wait for goes first.
+        self._send(index, step)
+        if step.incoming is not None:
+            with self._spent.timing("unpack"):
+                step.unpack.make()
+            if self._exchange is not None and step.shared is not None and not step.sends:
+                self._exchange.acknowledge(step.incoming.peer, step.incoming.hop, deadline=self._deadline)
+
+    def _receive(self, index: int, step: Step, incoming: Transmission) -> None:
+        if step.shared is None:
+            with self._spent.timing("network"):
+                self._wait(self._receives.pop(index), step, incoming)
+        elif self._exchange is not None:
+            with self._spent.timing("exchange"):
+                self._exchange.take(incoming.peer, incoming.hop, deadline=self._deadline)
+            if step.sends:
+                with self._spent.timing("unpack"):
+                    step.memory.copy_(step.shared)
+                self._exchange.acknowledge(incoming.peer, incoming.hop, deadline=self._deadline)
+        self._spent.received_bytes += step.nbytes
+
+    def _send(self, index: int, step: Step) -> None:
+        under_way = self._sends.setdefault(index, []) if step.sends else []
+        for send in step.sends:
+            under_way.append((send, self._start(step, send)))
+            self._spent.sent_bytes += step.nbytes
+
+    def _start(self, step: Step, send: Transmission) -> Work | None:
+        """Starts one transmission; None when it is an offer of shared memory."""
+        if send.local and self._exchange is not None and send.peer in self._exchange.memories:
+            offset = 0 if step.slot_offset is None else step.slot_offset
+            size = step.memory.numel()
+            self._exchange.offer(send.peer, send.hop, offset=offset, nbytes=size, deadline=self._deadline)
+            return None
         try:
-            if operation.kind == "receive":
-                self._work[index] = self._group.recv([operation.payload], operation.peer, operation.message)
-                return
-            began = time.perf_counter()
-            if operation.kind == "copy":
-                for move in operation.moves:
-                    move.live.copy_(move.wire)
-                self._spent.local += time.perf_counter() - began
-                return
-            for move in operation.moves:
-                move.wire.copy_(move.live)
-            self._spent.pack += time.perf_counter() - began
-            self._work[index] = self._group.send([operation.payload], operation.peer, operation.message)
+            work: Work = self._group.send([step.memory], send.peer, send.hop)
         except RuntimeError as error:
-            raise self._failure(operation, error) from error
+            raise self._failure(step, send, error) from error
+        return work
 
-    def _wait(self, index: int, operation: Operation) -> None:
-        if operation.kind == "copy":
-            return
-        began = time.perf_counter()
-        self._complete(index, operation)
-        arrived = time.perf_counter()
-        self._spent.network += arrived - began
-        if operation.kind == "send":
-            self._spent.sent_bytes += operation.nbytes
-            return
-        self._spent.received_bytes += operation.nbytes
-        for move in operation.moves:
-            move.live.copy_(move.wire)
-        self._spent.local += time.perf_counter() - arrived
+    def _retire(self, index: int, step: Step) -> None:
+        """Waits until everything that the step sent has gone."""
+        for send, work in self._sends.pop(index, ()):
+            if work is not None:
+                with self._spent.timing("network"):
+                    self._wait(work, step, send)
+            elif self._exchange is not None:
+                with self._spent.timing("exchange"):
+                    self._exchange.settle(send.peer, send.hop, deadline=self._deadline)
 
-    def _complete(self, index: int, operation: Operation) -> None:
-        work, self._work[index] = self._work[index], None
-        assert work is not None
+    def _wait(self, work: Work, step: Step, transmission: Transmission) -> None:
         try:
             work.wait(self._deadline.timedelta())
         except RuntimeError as error:
-            raise self._failure(operation, error) from error
+            raise self._failure(step, transmission, error) from error
         finally:
             del work
 
-    def _failure(self, operation: Operation, error: RuntimeError) -> TransferError:
+    def _failure(self, step: Step, transmission: Transmission, error: RuntimeError) -> TransferError:
+        reason = str(error).splitlines()[0]
         if self._deadline.passed:
-            reason = f"no {operation.kind} completed within {self._deadline.seconds:g} s"
-        else:
-            reason = str(error).splitlines()[0]
-        return TransferError(self._program.rank, operation.peer, "transfer", operation.tensor, reason)
+            reason = f"it was not done within {self._deadline.seconds:g} s"
+        return TransferError(self._program.rank, transmission.peer, "transfer", step.tensor, reason)

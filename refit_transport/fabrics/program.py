@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from refit_transport.fabrics.binding import Binding, Part
-from refit_transport.fabrics.slots import SlotMemory, SlotSizes
+from refit_transport.fabrics.slots import Slots, SlotSizes
 from refit_transport.scheduling.schedule import Schedule
 from refit_transport.views import box_view, torch_dtype
 
@@ -74,7 +74,7 @@ def lower(
     *,
     source: Binding | None,
     target: Binding | None,
-    memory: SlotMemory,
+    memory: Slots,
     sizes: SlotSizes,
 ) -> Program:
     """Binds the rank's payloads to its memory and slots; running the program then computes no geometry.
@@ -95,7 +95,7 @@ class _Lowering:
         rank: int,
         source: Binding | None,
         target: Binding | None,
-        memory: SlotMemory,
+        memory: Slots,
         sizes: SlotSizes,
     ) -> None:
         self._schedule, self._rank = schedule, rank

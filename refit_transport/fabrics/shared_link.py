@@ -37,7 +37,7 @@ class Link:
 
     def __init__(self, connection: socket.socket, *, rank: int, peer: int, memory: torch.Tensor) -> None:
         connection.setblocking(False)
-        self._socket, self._memory = connection, memory
+        self._socket, self.memory = connection, memory
         self._rank, self._peer = rank, peer
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
@@ -61,7 +61,7 @@ class Link:
         if notice.hop != hop:
             raise self._failure(f"it offered hop {notice.hop} where hop {hop} is due")
         self._taken.add(hop)
-        return self._memory[notice.offset : notice.offset + notice.nbytes]
+        return self.memory[notice.offset : notice.offset + notice.nbytes]
 
     def acknowledge(self, hop: int, *, deadline: Deadline) -> None:
         """Tells the peer that hop's bytes have been read; see `SharedExchange.acknowledge`."""
@@ -133,9 +133,9 @@ class Link:
 
     def _accept(self, kind: int, hop: int, offset: int, nbytes: int) -> None:
         if kind == _NOTICE:
-            if offset + nbytes > len(self._memory):
+            if offset + nbytes > len(self.memory):
                 where = f"bytes {offset} to {offset + nbytes}"
-                raise self._failure(f"it offered {where} of a segment of {len(self._memory)} as hop {hop}")
+                raise self._failure(f"it offered {where} of a segment of {len(self.memory)} as hop {hop}")
             self._notices.append(_Notice(hop, offset, nbytes))
         elif kind == _ACKNOWLEDGEMENT and hop in self._offered:
             self._offered.remove(hop)

@@ -76,6 +76,11 @@ class SharedExchange:
         """Whether the peer has acknowledged the hop, without waiting; true if it isn't on offer."""
         return self._link(peer).is_settled(hop)
 
+    @property
+    def memories(self) -> dict[int, torch.Tensor]:
+        """The segment of each connected peer, uint8, read only."""
+        return {peer: link.memory for peer, link in self._links.items()}
+
     def close(self) -> None:
         """Closes the connections: peers that wait for this rank fail at once. A second call does nothing."""
         links, self._links = self._links, {}

@@ -39,7 +39,7 @@ class SlotSizes:
 
 
 @dataclass(frozen=True, slots=True)
-class SlotMemory:
+class Slots:
     """One rank's slot memory (uint8), and that of the peers whose memory it can read; pages are touched when used."""
 
     own: torch.Tensor

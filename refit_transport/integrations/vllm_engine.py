@@ -27,14 +27,13 @@ from refit_transport.targets.vllm import VllmTarget
 class RefitInitInfo(WeightTransferInitInfo):
     """Where the refit's rank 0 listens, and who this engine is.
 
-    first_rank: the refit rank of this engine's first vLLM rank. sources: the number of source ranks. world_size: of
-    the refit, both sides. timeout_s: seconds until a silent peer is an error.
+    first_rank: the refit rank of this engine's first vLLM rank. world_size: of the refit, both
+    sides. timeout_s: seconds until a silent peer is an error.
     """
 
     host: str
     port: int
     first_rank: int
-    sources: int
     world_size: int
     timeout_s: float = 300.0
 
@@ -70,9 +69,7 @@ class RefitTransportEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo])
             world_size=init_info.world_size,
             timeout_s=init_info.timeout_s,
         )
-        self._session = RefitSession.prepare(
-            channel, sources=init_info.sources, target=self._target, version=self._version
-        )
+        self._session = RefitSession.prepare(channel, target=self._target, version=self._version)
 
     def start_weight_update(self) -> None:
         """Opens a refit: the weights are not to be used until it is finished."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from refit_transport.fabrics.program import Binding
+from refit_transport.fabrics.binding import Binding
 from refit_transport.layout.box import Box
 from refit_transport.layout.manifest import Manifest, RankManifest
 from refit_transport.views import box_view, torch_dtype

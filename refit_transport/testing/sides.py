@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from refit_transport.errors import LayoutError
-from refit_transport.fabrics.program import Binding
+from refit_transport.fabrics.binding import Binding
 from refit_transport.layout.canonical import canonical_name
 from refit_transport.layout.manifest import Opaque, RankManifest, TensorSpec
 from refit_transport.testing.oracle import box_of

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
+
+import numpy as np
 
 from refit_transport.config.settings import RefitSettings
 from refit_transport.fabrics.base import Fabric, Spent
+from refit_transport.fabrics.binding import Binding
 from refit_transport.fabrics.deadline import Deadline
-from refit_transport.fabrics.program import Binding
+from refit_transport.fabrics.slots import SlotSizes
 from refit_transport.layout.manifest import Manifest, RankManifest
-from refit_transport.scheduling.schedule import Traffic
+from refit_transport.scheduling.schedule import Schedule, Traffic
 from refit_transport.scheduling.topology import Topology
 from refit_transport.sources.base import Source
 from refit_transport.targets.base import Target
+
+Role = Literal["source", "target", "both"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,33 +34,63 @@ class Job:
     @property
     def ranks(self) -> tuple[int, ...]:
         """All refit ranks, ascending."""
-        return tuple(sorted(ranked.rank for side in (self.source, self.target) for ranked in side.ranks))
+        return tuple(sorted({ranked.rank for side in (self.source, self.target) for ranked in side.ranks}))
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One rank's live side: a source or a target, with the manifest that it published."""
+    """One rank's live sides, a source, a target or both, each with the manifest that it published."""
 
     rank: int
-    manifest: RankManifest
     source: Source | None = None
+    source_manifest: RankManifest | None = None
     target: Target | None = None
+    target_manifest: RankManifest | None = None
+
+    @property
+    def role(self) -> Role:
+        """What the rank is: "both" when it has two sides."""
+        if self.source is not None and self.target is not None:
+            return "both"
+        return "source" if self.source is not None else "target"
 
     def source_binding(self) -> Binding | None:
-        """The manifest bound to the source's current buffers; None on a target rank."""
-        return None if self.source is None else Binding.of(self.manifest, self.source.buffers())
+        """The source's manifest bound to its current buffers; None on a rank that is no source."""
+        if self.source is None or self.source_manifest is None:
+            return None
+        return Binding.of(self.source_manifest, self.source.buffers())
 
     def target_binding(self) -> Binding | None:
-        """The manifest bound to the target's current buffers; None on a source rank."""
-        return None if self.target is None else Binding.of(self.manifest, self.target.buffers())
+        """The target's manifest bound to its current buffers; None on a rank that is no target."""
+        if self.target is None or self.target_manifest is None:
+            return None
+        return Binding.of(self.target_manifest, self.target.buffers())
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What a transport needs for one refit: messages of all ranks, and extra memory of each rank, in bytes at most."""
+    """What a transport needs for one refit.
 
-    messages: int
+    payloads: of all ranks together. slot_bytes: the slot memory of each rank, of which only what is used costs memory.
+    staging_bytes: extra memory of each rank at most, slots included.
+    """
+
+    payloads: int
+    slot_bytes: int
     staging_bytes: Mapping[int, int]
+
+
+def slot_footprint(schedules: Sequence[Schedule], sizes: SlotSizes, ranks: Iterable[int]) -> Footprint:
+    """The slots that schedules which run one after the other touch at most."""
+    steps: dict[int, int] = dict.fromkeys(ranks, 0)
+    for schedule in schedules:
+        hops, count = schedule.hops, max(1, len(schedule.payloads))
+        taking_part = np.unique(np.concatenate([hops.sender, hops.receiver]) * count + np.tile(hops.payload, 2))
+        found, counts = np.unique(taking_part // count, return_counts=True)
+        for rank, count in zip(found.tolist(), counts.tolist(), strict=True):
+            steps[rank] = max(steps[rank], count)
+    used = {rank: sizes.slot_bytes * min(sizes.count, count) for rank, count in steps.items()}
+    return Footprint(sum(len(schedule.payloads) for schedule in schedules), sizes.nbytes, used)
 
 
 class Transport(Protocol):

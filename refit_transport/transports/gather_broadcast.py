@@ -1,56 +1,83 @@
-"""The baseline transport: whole tensors, gathered in buckets at a source rank and passed along a chain of all targets.
+"""The baseline transport: whole tensors, gathered in buckets at a source rank and broadcast along chains of all targets.
 
 It needs no description of the target's layout, because the engine's own loader takes whole checkpoint tensors.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from refit_transport.fabrics.base import Fabric, Spent
+from refit_transport.fabrics.binding import Binding
 from refit_transport.fabrics.deadline import Deadline
-from refit_transport.fabrics.program import Binding, Program, SlotPool, lower
+from refit_transport.fabrics.program import Program, lower
+from refit_transport.fabrics.slots import SlotSizes
+from refit_transport.layout.box import Box
 from refit_transport.layout.canonical import CheckpointEntry, checkpoint_entries
-from refit_transport.layout.manifest import DTYPE_BYTES, Manifest, TensorSpec
+from refit_transport.layout.layout import row_major_strides
+from refit_transport.layout.manifest import DTYPE_BYTES, Manifest, Piece, RankManifest, TensorSpec
 from refit_transport.layout.wire import digest
-from refit_transport.planning.plan import PlannedTensor
-from refit_transport.planning.planner import PieceIndex
-from refit_transport.scheduling.chain import STAGING, Staged, build_chain, stage, staged_bytes
+from refit_transport.planning.holdings import HoldingIndex
+from refit_transport.planning.plan import PlannedTensor, TransferPlan
+from refit_transport.planning.planner import plan_transfer
+from refit_transport.scheduling.broadcast import build_broadcast
+from refit_transport.scheduling.pour import aligned
 from refit_transport.scheduling.schedule import Schedule, Traffic, total_traffic
-from refit_transport.scheduling.topology import Topology
-from refit_transport.transports.base import Endpoint, Footprint, Job
+from refit_transport.transports.base import Endpoint, Footprint, Job, slot_footprint
 from refit_transport.views import torch_dtype
+
+_STAGING = "staging"
+
+
+@dataclass(frozen=True, slots=True)
+class _Staged:
+    """A checkpoint tensor, whole and contiguous in the staging buffer, at `offset` bytes."""
+
+    spec: TensorSpec
+    entry: CheckpointEntry
+    offset: int
+
+    @property
+    def box(self) -> Box:
+        return self.entry.box
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.numel * DTYPE_BYTES[self.spec.dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """Checkpoint tensors that travel together, their places in staging, and the messages that fill it."""
+    """Checkpoint tensors that travel together, their places in staging, and how they get there."""
 
-    entries: tuple[CheckpointEntry, ...]
-    staged: tuple[Staged, ...]
-    schedule: Schedule
+    staged: tuple[_Staged, ...]
     staging: Manifest
+    plan: TransferPlan
+    schedule: Schedule
+
+    @property
+    def nbytes(self) -> int:
+        return max(aligned(item.offset + item.nbytes) for item in self.staged)
 
 
 class GatherBroadcast:
-    """Buckets of whole checkpoint tensors, one after the other through one staging buffer per rank.
+    """Buckets of whole checkpoint tensors, one after the other through one staging buffer per target rank.
 
-    A bucket holds at most half of `staging_bytes` (one tensor at least); the other half is for message slots.
+    A bucket holds at most half of `staging_bytes` (one tensor at least); the other half is for payload slots.
     """
 
     def __init__(self, job: Job, tensors: tuple[str, ...]) -> None:
         self._job = job
         half = job.settings.staging_bytes // 2
-        chain = _chain(job.target, job.topology)
+        held = HoldingIndex.of(job.source, set(tensors))
         groups = _split(_wire_specs(job, set(tensors)), most_bytes=half)
-        held = PieceIndex.of(job.source, set(tensors))
-        self._buckets = tuple(_bucket(job, held, entries, chain) for entries in groups)
-        self._pool = SlotPool([bucket.schedule for bucket in self._buckets], staging_bytes=half)
-        self._staging_bytes = max((staged_bytes(bucket.staged) for bucket in self._buckets), default=0)
+        self._buckets = tuple(_bucket(job, held, staged) for staged in groups)
+        schedules = [bucket.schedule for bucket in self._buckets]
+        self._sizes = SlotSizes.of(schedules, staging_bytes=half)
+        self._staging_bytes = max((bucket.nbytes for bucket in self._buckets), default=0)
         self._staging = torch.empty(0, dtype=torch.uint8)
         self._programs: tuple[Program, ...] = ()
         self._addresses: tuple[int, ...] = ()
@@ -64,24 +91,25 @@ class GatherBroadcast:
         return total_traffic(bucket.schedule.traffic() for bucket in self._buckets)
 
     def check(self) -> None:
-        """See `Transport.check`: every chain rank's staging buffer receives each bucket whole."""
+        """See `Transport.check`: every target's staging buffer receives each bucket whole."""
         for bucket in self._buckets:
-            bucket.schedule.check(self._job.source, bucket.staging)
+            bucket.plan.check(self._job.source, bucket.staging)
+            bucket.schedule.check(bucket.plan)
 
     def footprint(self) -> Footprint:
         """See `Transport.footprint`. Slots serve one bucket after the other."""
-        schedules = [bucket.schedule for bucket in self._buckets]
-        slots = {
-            rank: max((self._pool.most_bytes(schedule, rank) for schedule in schedules), default=0)
-            for rank in self._job.ranks
+        slots = slot_footprint([bucket.schedule for bucket in self._buckets], self._sizes, self._job.ranks)
+        targets = {ranked.rank for ranked in self._job.target.ranks}
+        total = {
+            rank: nbytes + (self._staging_bytes if rank in targets else 0)
+            for rank, nbytes in slots.staging_bytes.items()
         }
-        total = {rank: self._staging_bytes + slot_bytes for rank, slot_bytes in slots.items()}
-        return Footprint(sum(len(schedule.messages) for schedule in schedules), total)
+        return Footprint(slots.payloads, slots.slot_bytes, total)
 
     def run(self, endpoint: Endpoint, fabric: Fabric, *, deadline: Deadline) -> Spent:
         """See `Transport.run`. Targets load each bucket before they take the next."""
         spent = Spent()
-        self._bind(endpoint)
+        self._bind(endpoint, fabric)
         for bucket, program in zip(self._buckets, self._programs, strict=True):
             spent.add(fabric.run(program, deadline=deadline))
             if endpoint.target is not None:
@@ -89,25 +117,32 @@ class GatherBroadcast:
                     endpoint.target.load(_tensors(bucket, self._staging))
         return spent
 
-    def _bind(self, endpoint: Endpoint) -> None:
+    def _bind(self, endpoint: Endpoint, fabric: Fabric) -> None:
         """Binds the programs to the staging buffer, and again when the source's buffers have moved."""
         source = endpoint.source_binding()
         addresses = source.addresses() if source else ()
         if self._programs and addresses == self._addresses:
             return
-        self._staging = torch.empty(self._staging_bytes, dtype=torch.uint8)
+        self._staging = torch.empty(self._staging_bytes if endpoint.target is not None else 0, dtype=torch.uint8)
         self._addresses = addresses
-        self._programs = tuple(self._lower(bucket, endpoint.rank, source) for bucket in self._buckets)
+        self._programs = tuple(self._lower(bucket, endpoint, source, fabric) for bucket in self._buckets)
 
-    def _lower(self, bucket: _Bucket, rank: int, source: Binding | None) -> Program:
-        here = next((ranked for ranked in bucket.staging.ranks if ranked.rank == rank), None)
-        target = None if here is None else Binding.of(here, {STAGING: self._staging})
-        return lower(bucket.schedule, rank, source=source, target=target, pool=self._pool)
+    def _lower(self, bucket: _Bucket, endpoint: Endpoint, source: Binding | None, fabric: Fabric) -> Program:
+        target = None
+        if endpoint.target is not None:
+            here = next(ranked for ranked in bucket.staging.ranks if ranked.rank == endpoint.rank)
+            target = Binding.of(here, {_STAGING: self._staging})
+        return lower(
+            bucket.schedule, endpoint.rank, source=source, target=target, memory=fabric.memory, sizes=self._sizes
+        )
 
 
-def _chain(target: Manifest, topology: Topology) -> tuple[int, ...]:
-    """All target ranks, domain by domain, so that the chain enters each domain once."""
-    return tuple(sorted((ranked.rank for ranked in target.ranks), key=lambda rank: (topology.domain(rank), rank)))
+def broadcast_traffic(job: Job, tensors: Sequence[str]) -> Traffic:
+    """What gathering and broadcasting these tensors moves, found without cutting it into buckets and payloads."""
+    specs = _wire_specs(job, set(tensors))
+    staged = tuple(_Staged(spec, CheckpointEntry(spec.name, spec.name, spec.box), 0) for spec in specs)
+    whole = replace(job, settings=replace(job.settings, bucket_bytes=1 << 62))
+    return _bucket(whole, HoldingIndex.of(job.source, set(tensors)), staged).schedule.traffic()
 
 
 def _wire_specs(job: Job, names: set[str]) -> Iterator[TensorSpec]:
@@ -119,52 +154,40 @@ def _wire_specs(job: Job, names: set[str]) -> Iterator[TensorSpec]:
             yield TensorSpec(spec.name, spec.shape, planned.wire_dtype)
 
 
-def _split(specs: Iterator[TensorSpec], *, most_bytes: int) -> Iterator[tuple[tuple[TensorSpec, CheckpointEntry], ...]]:
+def _split(specs: Iterator[TensorSpec], *, most_bytes: int) -> Iterator[tuple[_Staged, ...]]:
     """Consecutive checkpoint tensors in groups of at most `most_bytes`, one tensor at least."""
-    group: list[tuple[TensorSpec, CheckpointEntry]] = []
-    filled = 0
+    group: list[_Staged] = []
     for spec in specs:
         for entry in checkpoint_entries(spec):
-            nbytes = entry.box.numel * DTYPE_BYTES[spec.dtype]
-            if group and filled + nbytes > most_bytes:
+            item = _Staged(spec, entry, _end(group))
+            if group and item.offset + item.nbytes > most_bytes:
                 yield tuple(group)
-                group, filled = [], 0
-            group.append((spec, entry))
-            filled += nbytes
+                group, item = [], _Staged(spec, entry, 0)
+            group.append(item)
     if group:
         yield tuple(group)
 
 
-def _bucket(
-    job: Job, held: PieceIndex, entries: Sequence[tuple[TensorSpec, CheckpointEntry]], chain: tuple[int, ...]
-) -> _Bucket:
-    staged = stage([(spec, entry.box) for spec, entry in entries])
-    schedule, staging = build_chain(
-        job.source,
-        staged,
-        root=_root(held, staged),
-        chain=chain,
-        topology=job.topology,
-        chunk_bytes=job.settings.bucket_bytes,
-        held=held,
-    )
-    return _Bucket(tuple(entry for _, entry in entries), staged, schedule, staging)
+def _end(group: Sequence[_Staged]) -> int:
+    return aligned(group[-1].offset + group[-1].nbytes) if group else 0
 
 
-def _root(held: PieceIndex, staged: Sequence[Staged]) -> int:
-    """The source rank that already holds most of the bucket; the lowest of equals."""
-    elements: dict[int, int] = defaultdict(int)
-    for item in staged:
-        found = held.of_tensor(item.tensor.name)
-        for box, owners in zip(found.boxes, found.owners, strict=True):
-            common = box.intersect(item.box)
-            if common is not None:
-                for rank, _ in owners:
-                    elements[rank] += common.numel
-    return max(elements, key=lambda rank: (elements[rank], -rank))
+def _bucket(job: Job, held: HoldingIndex, staged: tuple[_Staged, ...]) -> _Bucket:
+    specs = tuple({item.spec.name: item.spec for item in staged}.values())
+    pieces = tuple(_piece(item) for item in staged)
+    staging = Manifest.of(RankManifest(ranked.rank, "target", specs, pieces) for ranked in job.target.ranks)
+    plan = plan_transfer(job.source, staging, held=held)
+    settings = job.settings
+    schedule = build_broadcast(plan, job.topology, chains=settings.chains, bucket_bytes=settings.bucket_bytes)
+    return _Bucket(staged, staging, plan, schedule)
+
+
+def _piece(item: _Staged) -> Piece:
+    offset = item.offset // DTYPE_BYTES[item.spec.dtype]
+    return Piece(item.spec.name, item.box, _STAGING, offset, row_major_strides(item.box.shape))
 
 
 def _tensors(bucket: _Bucket, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    for entry, item in zip(bucket.entries, bucket.staged, strict=True):
-        flat = buffer[item.offset : item.offset + item.nbytes].view(torch_dtype(item.tensor.dtype))
-        yield entry.name, flat.view(entry.shape)
+    for item in bucket.staged:
+        flat = buffer[item.offset : item.offset + item.nbytes].view(torch_dtype(item.spec.dtype))
+        yield item.entry.name, flat.view(item.entry.shape)

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 
 from refit_transport.errors import LayoutError, PlanError
@@ -12,7 +11,6 @@ from refit_transport.layout.manifest import Manifest, Piece, RankManifest, Tenso
 from refit_transport.layout.mesh import Mesh
 from refit_transport.layout.placement import Replicate, Shard
 from refit_transport.planning.planner import check_sides_agree, plan_transfer
-from refit_transport.scheduling.schedule import Legs
 from refit_transport.scheduling.scheduler import build_schedule
 from refit_transport.scheduling.topology import Topology
 
@@ -58,20 +56,16 @@ def test_a_hole_in_the_source_is_named_with_its_box():
         plan_transfer(source, side("target", (8, 4), first_rank=2))
 
 
-def test_parcels_that_overlap_in_a_message_or_leave_it_are_found():
+def test_parcels_that_overlap_in_a_payload_or_leave_it_are_found():
     source = side("source", (8, 4))
     layout = Layout((8, 4), Mesh.of(first_rank=2, dp=1), (Replicate(),))
     target = manifest_from_layouts("target", {"w": layout}, dtype="float32")
-    schedule = build_schedule(plan_transfer(source, target), Topology.of((range(3),)), bucket_bytes=1 << 10)
-    schedule.check(source, target)
-    moved = dataclasses.replace(schedule.legs, offset=schedule.legs.offset + 4)
-    with pytest.raises(PlanError, match="the message's end"):
-        dataclasses.replace(schedule, legs=moved).check(source, target)
-    less = dataclasses.replace(schedule.messages, payload=schedule.messages.payload - 1)
+    plan = plan_transfer(source, target)
+    schedule = build_schedule(plan, Topology.of((range(3),)), bucket_bytes=1 << 10)
+    schedule.check(plan)
+    moved = dataclasses.replace(schedule.parcels, offset=schedule.parcels.offset + 4)
+    with pytest.raises(PlanError, match="the payload's end"):
+        dataclasses.replace(schedule, parcels=moved).check(plan)
+    less = dataclasses.replace(schedule.payloads, nbytes=schedule.payloads.nbytes - 1)
     with pytest.raises(PlanError, match="declares 63 bytes and has 64"):
-        dataclasses.replace(schedule, messages=less).check(source, target)
-    small = build_schedule(plan_transfer(source, target), Topology.of((range(3),)), bucket_bytes=20)
-    together = np.zeros_like(small.legs.message)
-    legs = Legs(**{n: getattr(small.legs, n) for n in Legs.__slots__} | {"message": together, "offset": together})
-    with pytest.raises(PlanError):
-        dataclasses.replace(small, legs=legs).check(source, target)
+        dataclasses.replace(schedule, payloads=less).check(plan)

@@ -7,7 +7,7 @@ from refit_transport.layout.layout import Layout, manifest_from_layouts
 from refit_transport.layout.mesh import Mesh
 from refit_transport.layout.placement import Replicate, Shard
 from refit_transport.planning.planner import plan_transfer
-from refit_transport.scheduling.scheduler import Passes, build_schedule
+from refit_transport.scheduling.scheduler import build_schedule
 from refit_transport.scheduling.topology import Topology
 
 SHAPE = (16, 16)
@@ -21,9 +21,10 @@ def sides(train, train_placements, serve, serve_placements):
     )
 
 
-def schedule_of(pair, domains, *, bucket=64, passes=None):
-    schedule = build_schedule(plan_transfer(*pair), Topology.of(domains), bucket_bytes=bucket, passes=passes)
-    schedule.check(*pair)
+def schedule_of(pair, domains, *, bucket=64, disabled=(), nics="domain"):
+    plan = plan_transfer(*pair)
+    schedule = build_schedule(plan, Topology.of(domains, nics=nics), bucket_bytes=bucket, disabled=disabled)
+    schedule.check(plan)
     return schedule
 
 
@@ -37,16 +38,15 @@ def test_a_quarter_from_the_network_and_three_from_peers():
 
 
 def test_without_deduplication_every_replica_receives_all_over_the_network():
-    traffic = schedule_of(REPLICAS, (range(4), range(4, 8)), passes=Passes(deduplicate=False)).traffic()
+    traffic = schedule_of(REPLICAS, (range(4), range(4, 8)), disabled=("deduplicate",)).traffic()
     assert (traffic.network, traffic.local) == (4 * PAYLOAD, 0)
 
 
 def test_a_holder_in_the_own_domain_keeps_bytes_off_the_network():
     assert schedule_of(REPLICAS, (range(8),)).traffic().network == 0
     copies = sides(Mesh.of(dp=2), (Replicate(),), Mesh.of(first_rank=2, dp=2), (Replicate(),))
-    for local, expected in ((True, 0), (False, PAYLOAD)):
-        passes = Passes(local=local, balance=False)
-        assert schedule_of(copies, ((0, 2), (1, 3)), passes=passes).traffic().network == expected
+    for disabled, expected in ((("balance",), 0), (("balance", "local"), PAYLOAD)):
+        assert schedule_of(copies, ((0, 2), (1, 3)), disabled=disabled).traffic().network == expected
 
 
 def test_balance_spreads_the_load_over_source_replicas():
@@ -54,23 +54,23 @@ def test_balance_spreads_the_load_over_source_replicas():
     domains = ((0, 1), (2, 3), range(4, 8))
     even = schedule_of(pair, domains).traffic().network_sent
     assert even == dict.fromkeys(range(4), PAYLOAD // 4)
-    first = schedule_of(pair, domains, passes=Passes(balance=False)).traffic().network_sent
+    first = schedule_of(pair, domains, disabled=("balance",)).traffic().network_sent
     assert first == dict.fromkeys(range(2), PAYLOAD // 2)
 
 
 @pytest.mark.parametrize("bucket", [1, 10, 64, 1000])
-def test_messages_hold_at_most_a_bucket(bucket):
+def test_payloads_hold_at_most_a_bucket(bucket):
     schedule = schedule_of(REPLICAS, (range(4), range(4, 8)), bucket=bucket)
-    assert int(schedule.messages.payload.max()) <= bucket
-    assert int(schedule.messages.payload.sum()) == 4 * PAYLOAD
+    assert int(schedule.payloads.size.max()) <= bucket
+    assert int(schedule.payloads.nbytes.sum()) == PAYLOAD
 
 
 def test_what_is_passed_on_comes_after_what_brings_it():
-    messages = schedule_of(REPLICAS, (range(4), range(4, 8)), bucket=16).messages
-    relayed = messages.after >= 0
-    assert relayed.any()
-    assert (messages.after[relayed] < relayed.nonzero()[0]).all()
-    assert (messages.receiver[messages.after[relayed]] == messages.sender[relayed]).all()
+    hops = schedule_of(REPLICAS, (range(4), range(4, 8)), bucket=16).hops
+    passed_on = hops.parent >= 0
+    assert passed_on.any()
+    assert (hops.parent[passed_on] < passed_on.nonzero()[0]).all()
+    assert (hops.receiver[hops.parent[passed_on]] == hops.sender[passed_on]).all()
 
 
 def test_a_rank_in_two_domains_or_in_none_is_refused():

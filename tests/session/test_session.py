@@ -62,7 +62,6 @@ class Cluster:
         r = channel.rank
         return RefitSession.prepare(
             channel,
-            sources=SOURCES,
             settings=self.settings if r == 0 else None,
             source=HeldSource(self.held.bindings[r]) if r < SOURCES else None,
             target=self.targets.get(r),

@@ -1,0 +1,77 @@
+"""Making the fabric that a refit's settings ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from refit_transport.config.settings import AVAILABLE_FABRICS, RefitSettings
+from refit_transport.errors import TransferError
+from refit_transport.fabrics.base import Fabric
+from refit_transport.fabrics.deadline import Deadline
+from refit_transport.fabrics.gloo import GlooFabric, address_toward
+from refit_transport.fabrics.rendezvous import ControlChannel
+from refit_transport.fabrics.shared_memory import SharedExchange
+from refit_transport.fabrics.shared_segment import SlotMemory, host_identity
+from refit_transport.scheduling.topology import Topology
+
+
+def connect_fabric(
+    channel: ControlChannel, topology: Topology, settings: RefitSettings, *, slot_bytes: int, deadline: Deadline
+) -> Fabric:
+    """Connects all ranks of the channel; collective.
+
+    Args:
+        channel: the refit's control channel.
+        topology: which ranks are near; only they exchange through shared memory, and only inside one host.
+        settings: which fabric.
+        slot_bytes: the slot memory that the refit's programs need on this rank, in bytes.
+        deadline: for finding the peers.
+
+    Raises:
+        TransferError: the fabric isn't available, or a peer didn't come.
+    """
+    if settings.fabric not in AVAILABLE_FABRICS:
+        reason = f"fabric {settings.fabric!r} is not available yet: set refit_cfg's fabric to gloo or auto"
+        raise TransferError(channel.rank, -1, "connect", "", reason)
+    near = _near(channel, topology, settings, deadline)
+    exchange = None
+    if near:
+        segment = SlotMemory(slot_bytes, rank=channel.rank)
+        exchange = SharedExchange.connect(
+            segment,
+            rank=channel.rank,
+            peers=near,
+            publish=channel.publish,
+            collect=lambda topic, ranks: channel.collect(topic, ranks, deadline=deadline),
+            deadline=deadline,
+        )
+        memory = segment.tensor
+        segment.close()
+    else:
+        memory = torch.empty(slot_bytes, dtype=torch.uint8)
+    return GlooFabric(
+        channel.group_store("gloo"),
+        rank=channel.rank,
+        world_size=channel.world_size,
+        address=address_toward(channel.host),
+        timeout_s=settings.timeout_s,
+        memory=memory,
+        exchange=exchange,
+    )
+
+
+def _near(channel: ControlChannel, topology: Topology, settings: RefitSettings, deadline: Deadline) -> list[int]:
+    """The other ranks of this one's domain that share memory with it; both ends come to the same answer."""
+    everyone: Iterable[int] = range(channel.world_size)
+    if settings.shared_memory == "off":
+        return []
+    channel.publish("memory", host_identity())
+    hosts: list[Any] = channel.collect("memory", everyone, deadline=deadline)
+    return [
+        rank
+        for rank in everyone
+        if rank != channel.rank and hosts[rank] == hosts[channel.rank] and topology.is_local(rank, channel.rank)
+    ]
