@@ -8,6 +8,7 @@ from typing import Any
 
 from refit_transport.config.model import model_shape
 from refit_transport.config.schema import RefitConfig
+from refit_transport.layout.manifest import RankRole
 from refit_transport.planning.routing import Route
 from refit_transport.refit_plan import RefitPlan
 from refit_transport.report import PlanSummary
@@ -16,7 +17,7 @@ from refit_transport.scheduling.topology import Topology
 from refit_transport.sources.megatron_preset import megatron_manifest
 from refit_transport.sources.naming import check_complete
 from refit_transport.targets.vllm_preset import vllm_manifest
-from refit_transport.transports.base import Footprint, Job, Role
+from refit_transport.transports.base import Footprint, Job
 
 Announce = Callable[[str], None]
 
@@ -35,7 +36,7 @@ class RankLoad:
     """
 
     rank: int
-    role: Role
+    role: RankRole
     network_sent: int
     network_received: int
     local_sent: int
@@ -149,11 +150,11 @@ def preset_job(config: RefitConfig) -> Job:
 
 def _topology(config: RefitConfig) -> Topology:
     """The configured domains; where the run asks the hosts, whole nodes in rank order."""
-    domains = config.domains()
+    domains, nics = config.domains(), config.settings.topology.nics
     if domains is None:
         ranks, node = range(config.cluster.ranks), config.cluster.gpus_per_node
-        return Topology.of(ranks[first : first + node] for first in ranks[::node])
-    return Topology.of(domains)
+        return Topology.of((ranks[first : first + node] for first in ranks[::node]), nics=nics)
+    return Topology.of(domains, nics=nics)
 
 
 def _assumptions(config: RefitConfig) -> tuple[str, ...]:
@@ -167,7 +168,7 @@ def _assumptions(config: RefitConfig) -> tuple[str, ...]:
 def _loads(job: Job, plan: RefitPlan, footprints: list[Footprint]) -> tuple[RankLoad, ...]:
     total: Traffic = total_traffic(transport.traffic() for transport in plan.transports.values())
     old = plan.old_way
-    roles: dict[int, Role] = {ranked.rank: side.role for side in (job.source, job.target) for ranked in side.ranks}
+    roles: dict[int, RankRole] = {ranked.rank: side.role for side in (job.source, job.target) for ranked in side.ranks}
     return tuple(
         RankLoad(
             rank,

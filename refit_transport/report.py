@@ -10,9 +10,9 @@ from typing import Any, Self
 from rich.console import Group
 from rich.table import Table
 
+from refit_transport.layout.manifest import RankRole
 from refit_transport.planning.routing import RESHARD, Route
 from refit_transport.scheduling.schedule import Traffic
-from refit_transport.transports.base import Role
 
 PHASES = ("plan", "agree", "pack", "network", "exchange", "unpack", "load", "verify")
 
@@ -26,7 +26,7 @@ class RankReport:
     """
 
     rank: int
-    role: Role
+    role: RankRole
     host: str
     seconds: Mapping[str, float]
     sent_bytes: int

@@ -80,9 +80,7 @@ class RefitSession:
             plan = RefitPlan(job)
             channel.agree("the plan/0", plan.digest(), deadline=deadline)
             last = max(channel.collect("version", range(channel.world_size), deadline=deadline))
-            fabric = connect_fabric(
-                channel, job.topology, job.settings, slot_bytes=plan.slot_bytes, deadline=deadline
-            )
+            fabric = connect_fabric(channel, job.topology, job.settings, slot_bytes=plan.slot_bytes, deadline=deadline)
             session = cls(channel, endpoint, plan, fabric, version=last)
         session._plan_seconds = time.perf_counter() - began
         return session
@@ -193,7 +191,7 @@ class RefitSession:
     def _rank_report(self) -> RankReport:
         spent, target = self._spent, self._endpoint.target
         phases: tuple[Phase, ...] = get_args(Phase)
-        seconds = {**self._seconds, **{phase: getattr(spent, phase) for phase in phases}}
+        seconds = {**self._seconds, **{str(phase): float(getattr(spent, phase)) for phase in phases}}
         return RankReport(
             self._channel.rank,
             self._endpoint.role,
@@ -281,9 +279,7 @@ def _exchange(
     return job, Endpoint(rank, source, own_source, target, own_target)
 
 
-def _manifests(
-    channel: ControlChannel, topic: str, ranks: Sequence[int], deadline: Deadline
-) -> Iterator[RankManifest]:
+def _manifests(channel: ControlChannel, topic: str, ranks: Sequence[int], deadline: Deadline) -> Iterator[RankManifest]:
     """Replicas publish the same but for their rank; what is equal is decoded once and shared."""
     known: dict[str, RankManifest] = {}
     for value in channel.collect(topic, ranks, deadline=deadline):

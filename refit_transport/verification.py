@@ -56,7 +56,8 @@ class Verifier:
         return count
 
     def _first_holder(self, atom: int) -> int:
-        return self._plan.rank_sets[self._plan.holders[atom]][0]
+        first: int = self._plan.rank_sets[self._plan.holders[atom]][0]
+        return first
 
     def _box(self, atom: int) -> tuple[str, Box]:
         return self._plan.name(atom), self._plan.box(atom)

@@ -8,8 +8,11 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, ByteSize, Field, field_validator
 
 from refit_transport.config.base import MIB, Bytes, Number, Section
-from refit_transport.config.settings import FabricName
+from refit_transport.config.settings import FabricName, SharedMemory
 from refit_transport.planning.routing import RouteRule
+from refit_transport.scheduling.broadcast import ChainKind
+from refit_transport.scheduling.scheduler import PassName
+from refit_transport.scheduling.topology import NicKind
 
 Ranks = tuple[int, ...]
 
@@ -53,19 +56,23 @@ class Topology(Section):
     domains: Annotated[Literal["auto", "single", "per_role"] | tuple[Ranks, ...], BeforeValidator(_domains_form)] = (
         "auto"
     )
+    # What reaches the network: one NIC that all ranks of a domain share, or one for each rank.
+    nics: NicKind = "domain"
 
 
 class TransportSettings(Section):
-    """`refit_cfg.gather_broadcast`, and the part of `refit_cfg.nccl_reshard` that both transports share."""
+    """What both transports' settings have."""
 
     # auto: gloo, which sends from host memory; the NCCL fabrics are not available yet.
     fabric: FabricName = "auto"
     topology: Topology = Topology()
     # Extra memory of one rank during a refit; a number of bytes or text such as "64MiB".
     staging_bytes: Bytes = ByteSize(16 * MIB)
-    # Payload of one message at most: small tensors are packed, large ones cut. An eighth of the staging memory unless
-    # set, so that several messages are on their way at a time.
-    bucket_bytes: Bytes = Field(default_factory=lambda known: ByteSize(max(1, known["staging_bytes"] // 8)))
+    # Size of one payload at most: small tensors are packed, large ones cut. A sixteenth of the staging memory unless
+    # set, so that several payloads are on their way at a time.
+    bucket_bytes: Bytes = Field(default_factory=lambda known: ByteSize(max(1, known["staging_bytes"] // 16)))
+    # auto: ranks of one host and domain exchange through shared memory. off: over TCP, as between hosts.
+    shared_memory: SharedMemory = "auto"
     # Seconds that a phase of the refit may take: meeting, planning, a whole transfer with its verification.
     timeout_s: Annotated[Number, Field(gt=0)] = 300.0
     # What is compared after the transfer: nothing, a checksum of a sample of the boxes, or of all.
@@ -80,10 +87,19 @@ class NcclReshardSettings(TransportSettings):
     coverage: Literal["ffn", "all"] = "ffn"
     # Decided before `coverage`.
     routes: tuple[Route, ...] = ()
+    # Scheduling passes to switch off, to see what each is worth: local, deduplicate, balance, stripe, forward, relay.
+    disabled_passes: tuple[PassName, ...] = ()
+
+
+class GatherBroadcastSettings(TransportSettings):
+    """`refit_cfg.gather_broadcast`."""
+
+    # nic: as many chains as a domain has NICs, each over one of them. single: one chain.
+    chains: ChainKind = "nic"
 
 
 class RefitCfg(Section):
     """`policy.generation.refit_cfg`: settings by transport name. Those of other transports stay in the document."""
 
     nccl_reshard: NcclReshardSettings = NcclReshardSettings()
-    gather_broadcast: TransportSettings = TransportSettings()
+    gather_broadcast: GatherBroadcastSettings = GatherBroadcastSettings()

@@ -26,7 +26,7 @@ class Moves:
         """Copies."""
         if self.into:
             # One call for all: thousands of small copies would else spend their time in Python.
-            torch._foreach_copy_(list(self.into), list(self.out_of))  # noqa: SLF001
+            torch._foreach_copy_(list(self.into), list(self.out_of))
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,9 @@ class _Lowering:
         exchanged = shared is not None or any(send.local and send.peer in self._memory.peers for send in sends)
         place = None if exchanged else self._in_place(rows, parts, size)
         memory = self._memory.own[offset : offset + size] if place is None else place
-        moves = Moves() if place is not None else self._moves(rows, parts, memory if shared is None or sends else shared)
+        moves = (
+            Moves() if place is not None else self._moves(rows, parts, memory if shared is None or sends else shared)
+        )
         packing = Moves(moves.out_of, moves.into) if incoming is None else Moves()
         return Step(
             payload,
@@ -233,7 +235,7 @@ class _Lowering:
             # A gap between parcels holds alignment bytes of the payload but other data of the buffer.
             if parcels.offset[row] != end or here - begin != end:
                 return None
-            if view.untyped_storage()._cdata != first.untyped_storage()._cdata:  # noqa: SLF001
+            if view.untyped_storage()._cdata != first.untyped_storage()._cdata:
                 return None
             end += view.numel() * dtype.itemsize
         if first is None or end != size:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -150,12 +151,10 @@ def _members(inside_of: npt.NDArray[np.bool_]) -> tuple[tuple[int, ...], ...]:
     rows, columns = np.nonzero(inside_of)
     starts = np.searchsorted(rows, np.arange(len(inside_of) + 1)).tolist()
     flat = columns.tolist()
-    return tuple(tuple(flat[first:last]) for first, last in zip(starts[:-1], starts[1:], strict=True))
+    return tuple(tuple(flat[first:last]) for first, last in itertools.pairwise(starts))
 
 
-def _assemble(
-    planned: tuple[PlannedTensor, ...], pairs: list[_Pair], rank_sets: tuple[RankSet, ...]
-) -> TransferPlan:
+def _assemble(planned: tuple[PlannedTensor, ...], pairs: list[_Pair], rank_sets: tuple[RankSet, ...]) -> TransferPlan:
     counts = np.array([len(pair.atoms) for pair in pairs], dtype=np.int64)
     first = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(counts)))
     most = max((pair.atoms.shape[1] for pair in pairs), default=1)

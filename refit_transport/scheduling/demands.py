@@ -41,7 +41,7 @@ def demands_of(plan: TransferPlan, topology: Topology) -> list[Demand]:
     """One demand per distinct pair of holders and wanters, each wanter an entry of its own; in order of first atom."""
     nbytes = plan.nbytes()
     pairs = np.stack((plan.holders, plan.wanters), axis=1)
-    _, first, inverse = np.unique(pairs, axis=0, return_index=True, return_inverse=True)
+    _, inverse = np.unique(pairs, axis=0, return_inverse=True)
     order = np.argsort(inverse.reshape(-1), kind="stable")
     groups = np.split(order, np.flatnonzero(np.diff(inverse.reshape(-1)[order])) + 1) if len(order) else []
     found = []
@@ -49,7 +49,6 @@ def demands_of(plan: TransferPlan, topology: Topology) -> list[Demand]:
         holders, wanters = plan.rank_sets[plan.holders[atoms[0]]], plan.rank_sets[plan.wanters[atoms[0]]]
         entries = tuple(Entry(topology.domain(rank), (rank,)) for rank in wanters)
         found.append(Demand(tuple(atoms.tolist()), int(nbytes[atoms].sum()), "network", holders, entries))
-    assert len(first) == len(found)
     return found
 
 
@@ -58,9 +57,11 @@ def split_copies(demands: Iterable[Demand]) -> list[Demand]:
     result = []
     for demand in demands:
         holders = frozenset(demand.holders)
-        for entry in demand.entries:
-            if entry.wanters[0] in holders:
-                result.append(replace(demand, kind="copy", holders=entry.wanters, entries=(entry,)))
+        result += [
+            replace(demand, kind="copy", holders=entry.wanters, entries=(entry,))
+            for entry in demand.entries
+            if entry.wanters[0] in holders
+        ]
         result += _rest(demand, [entry for entry in demand.entries if entry.wanters[0] not in holders])
     return result
 
@@ -77,9 +78,7 @@ def split_local(demands: Iterable[Demand], topology: Topology) -> list[Demand]:
             near.setdefault(topology.domain(rank), []).append(rank)
         for domain in sorted({entry.domain for entry in demand.entries} & near.keys()):
             wanters = tuple(entry.wanters[0] for entry in demand.entries if entry.domain == domain)
-            result.append(
-                replace(demand, kind="local", holders=tuple(near[domain]), entries=(Entry(domain, wanters),))
-            )
+            result.append(replace(demand, kind="local", holders=tuple(near[domain]), entries=(Entry(domain, wanters),)))
         result += _rest(demand, [entry for entry in demand.entries if entry.domain not in near])
     return result
 

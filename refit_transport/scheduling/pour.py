@@ -113,7 +113,7 @@ def pack(stacks: Iterable[Stack], *, bucket_bytes: int) -> Iterator[list[Stack]]
         done = 0
         while done < stack.rows:
             rows = min(stack.rows - done, (room - filled) // stack.row_bytes if stack.row_bytes else stack.rows)
-            if rows == 0 and payload:
+            if rows < 1 and payload:
                 yield payload
                 payload, filled = [], 0
                 continue

@@ -66,7 +66,9 @@ def _prove_parcels(schedule: Schedule, plan: TransferPlan) -> None:
     wrong = (parcels.offset < begins) | (ends > payloads.size[payload])
     if wrong.any():
         parcel = int(np.flatnonzero(wrong)[0])
-        where = f"lies at {parcels.offset[parcel]} in payload {payload[parcel]}, over another parcel or the payload's end"
+        where = (
+            f"lies at {parcels.offset[parcel]} in payload {payload[parcel]}, over another parcel or the payload's end"
+        )
         _fail(schedule, parcel, -1, where)
     total = np.add.reduceat(sizes, payloads.first_parcel[:-1]) if len(payloads) else sizes
     if not np.array_equal(total, payloads.nbytes):

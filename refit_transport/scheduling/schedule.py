@@ -1,4 +1,4 @@
-"""The schedule: which payloads exist, what is in each, and which hops each takes, in one order that all ranks follow."""
+"""The schedule: the payloads, what is in each, and which hops it takes, in one order that all ranks follow."""
 
 from __future__ import annotations
 

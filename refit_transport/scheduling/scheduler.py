@@ -7,7 +7,8 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from refit_transport.planning.plan import TransferPlan
+from refit_transport.planning.overlap import Boxes
+from refit_transport.planning.plan import Ints, TransferPlan
 from refit_transport.scheduling.demands import deduplicate, demands_of, separate, split_copies, split_local
 from refit_transport.scheduling.pour import Stack, aligned, pack, streams_of
 from refit_transport.scheduling.routes import Flow, Route
@@ -63,13 +64,11 @@ def build_schedule(
     return schedule_flows(plan, flows, topology, bucket_bytes=bucket_bytes)
 
 
-def schedule_flows(
-    plan: TransferPlan, flows: Iterable[Flow], topology: Topology, *, bucket_bytes: int
-) -> Schedule:
+def schedule_flows(plan: TransferPlan, flows: Iterable[Flow], topology: Topology, *, bucket_bytes: int) -> Schedule:
     """Cuts and packs what the flows carry, and orders the payloads (passes 5 and 6).
 
-    All routes progress alike: the k-th of a route's n payloads comes at the fraction (k + 1/2) / n of the schedule. So at
-    any time every NIC has done about the same part of its work, and none is needed for long by some route alone.
+    All routes progress alike: the k-th of a route's n payloads comes at the fraction (k + 1/2) / n of the schedule. So
+    at any time every NIC has done about the same part of its work, and none is needed for long by some route alone.
     """
     streams = streams_of(plan, flows, bucket_bytes=bucket_bytes)
     routes = list(streams)
@@ -90,30 +89,29 @@ def schedule_flows(
     return Schedule(parcels, Payloads(size, nbytes, first, first_hop), hops)
 
 
-def _parcels(plan: TransferPlan, payloads: Sequence[Sequence[Stack]]) -> tuple[Parcels, np.ndarray]:
+def _parcels(plan: TransferPlan, payloads: Sequence[Sequence[Stack]]) -> tuple[Parcels, Ints]:
     """The columns of all parcels, and each payload's size."""
     rows: list[tuple[int, int, int, int, int]] = []
-    boxes: list[np.ndarray] = []
+    boxes: list[Boxes] = []
     sizes = []
     for payload in payloads:
         end = 0
         for stack in payload:
             offset = aligned(end)
-            start = int(stack.box[stack.dim, 0]) + stack.first
-            rows.append((stack.atom, offset, stack.dim, start, start + stack.rows))
+            first = int(stack.box[stack.dim, 0]) + stack.first
+            rows.append((stack.atom, offset, stack.dim, first, first + stack.rows))
             boxes.append(stack.box)
             end = offset + stack.nbytes
         sizes.append(end)
-    dims = plan.lo.shape[1]
-    atom, offset, dim, start, stop = np.array(rows, dtype=np.int64).reshape(-1, 5).T
-    box = np.stack(boxes) if boxes else np.zeros((0, dims, 2), dtype=np.int64)
+    atom, offsets, dim, start, stop = np.array(rows, dtype=np.int64).reshape(-1, 5).T
+    box = np.stack(boxes) if boxes else np.zeros((0, plan.lo.shape[1], 2), dtype=np.int64)
     each = np.arange(len(box))
     box[each, dim, 0], box[each, dim, 1] = start, stop
-    parcels = Parcels(plan.tensors, plan.tensor[atom], box[:, :, 0], box[:, :, 1], atom, offset)
+    parcels = Parcels(plan.tensors, plan.tensor[atom], box[:, :, 0], box[:, :, 1], atom, offsets)
     return parcels, np.array(sizes, dtype=np.int64)
 
 
-def _hops(routes: Sequence[Route], route_of: np.ndarray, topology: Topology) -> tuple[Hops, np.ndarray]:
+def _hops(routes: Sequence[Route], route_of: Ints, topology: Topology) -> tuple[Hops, Ints]:
     """The columns of all hops, and the first hop of each payload."""
     table = np.array(
         [

@@ -60,9 +60,7 @@ def choose_routes(demands: Sequence[Demand], topology: Topology, choices: Choice
 class _Chooser:
     """Greedy choice on the loads so far, first copies of everything before further ones."""
 
-    def __init__(
-        self, demands: Sequence[Demand], topology: Topology, choices: Choices, bucket_bytes: int
-    ) -> None:
+    def __init__(self, demands: Sequence[Demand], topology: Topology, choices: Choices, bucket_bytes: int) -> None:
         self._topology, self._choices = topology, choices
         self._loads = Loads(topology)
         network = [demand for demand in demands if demand.kind == "network"]
@@ -84,18 +82,18 @@ class _Chooser:
             doors = tuple(self._door(entry, nbytes) for entry in demand.entries)
             first = min(range(len(doors)), key=lambda number: (self._forwards.get(doors[number], 0.0), number))
             self._forwards[doors[first]] = self._forwards.get(doors[first], 0.0) + nbytes
-            sender = self._holder(demand.holders, doors[first], nbytes)
+            sender = self._holder(demand.holders, nbytes)
             self._loads.cross(sender, doors[first], nbytes)
             steps.append(_Step(index, nbytes, sender, doors, first))
         return steps
 
     def further_copies(self, step: _Step, demand: Demand) -> tuple[Route, ...]:
-        """Chooses who sends a step's other copies, a holder or the rank where the first one entered: a route per root."""
+        """Chooses who sends a step's other copies, a holder or the rank where the first entered: a route per root."""
         entered = step.doors[step.first]
-        senders = {number: step.sender for number in range(len(step.doors))}
+        senders = dict.fromkeys(range(len(step.doors)), step.sender)
         for number, door in enumerate(step.doors):
             if number != step.first:
-                senders[number] = self._further_sender(step, demand, door)
+                senders[number] = self._further_sender(step, demand)
                 self._loads.cross(senders[number], door, step.nbytes)
         roots = dict.fromkeys((step.sender, *(sender for sender in senders.values() if sender != entered)))
         return tuple(_route(root, step, demand.entries, senders) for root in roots)
@@ -134,7 +132,7 @@ class _Chooser:
     def _entry_order(self, rank: int) -> tuple[float, float, int]:
         return self._loads.inn(rank), self._loads.entered[rank], rank
 
-    def _holder(self, holders: Sequence[int], door: int, nbytes: float) -> int:
+    def _holder(self, holders: Sequence[int], nbytes: float) -> int:
         """The holder whose NIC has sent least, then the one that has packed least."""
         if not self._choices.balance:
             return holders[0]
@@ -142,7 +140,7 @@ class _Chooser:
         self._loads.packed[sender] += nbytes
         return sender
 
-    def _further_sender(self, step: _Step, demand: Demand, door: int) -> int:
+    def _further_sender(self, step: _Step, demand: Demand) -> int:
         if not self._choices.balance:
             return demand.holders[0]
         loads, nbytes = self._loads, step.nbytes

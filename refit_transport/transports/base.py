@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -13,13 +13,11 @@ from refit_transport.fabrics.base import Fabric, Spent
 from refit_transport.fabrics.binding import Binding
 from refit_transport.fabrics.deadline import Deadline
 from refit_transport.fabrics.slots import SlotSizes
-from refit_transport.layout.manifest import Manifest, RankManifest
+from refit_transport.layout.manifest import Manifest, RankManifest, RankRole
 from refit_transport.scheduling.schedule import Schedule, Traffic
 from refit_transport.scheduling.topology import Topology
 from refit_transport.sources.base import Source
 from refit_transport.targets.base import Target
-
-Role = Literal["source", "target", "both"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +46,7 @@ class Endpoint:
     target_manifest: RankManifest | None = None
 
     @property
-    def role(self) -> Role:
+    def role(self) -> RankRole:
         """What the rank is: "both" when it has two sides."""
         if self.source is not None and self.target is not None:
             return "both"

@@ -1,4 +1,4 @@
-"""The baseline transport: whole tensors, gathered in buckets at a source rank and broadcast along chains of all targets.
+"""The baseline transport: whole tensors in buckets, gathered at a source rank and broadcast along chains of targets.
 
 It needs no description of the target's layout, because the engine's own loader takes whole checkpoint tensors.
 """

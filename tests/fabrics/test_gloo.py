@@ -1,4 +1,4 @@
-"""The gloo fabric on real sockets and shared memory, one thread per rank: same bytes as the oracle, faults end in time."""
+"""The gloo fabric on real sockets and shared memory, a thread per rank: bytes as the oracle's, faults end in time."""
 
 import dataclasses
 import threading
