@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,7 +46,8 @@ def connect_fabric(
             rank=channel.rank,
             peers=near,
             publish=channel.publish,
-            collect=lambda topic, ranks: channel.collect(topic, ranks, deadline=deadline),
+            collect=partial(channel.collect, deadline=deadline),
+            failure=channel.failure,
             deadline=deadline,
         )
         memory = segment.tensor

@@ -39,17 +39,29 @@ class SharedExchange:
         peers: Iterable[int],
         publish: Callable[[str, Any], None],
         collect: Callable[[str, Iterable[int]], list[Any]],
+        failure: Callable[[], Exception | None],
         deadline: Deadline,
         topic: str = "shared_memory",
     ) -> Self:
         """Connects `rank` with its peers. Collective: each calls this with the others as its peers.
 
-        `publish(topic, value)` and `collect(topic, ranks)` are the control channel's. A topic serves one connect.
+        `publish(topic, value)`, `collect(topic, ranks)` and `failure()` are the control channel's. A topic serves one
+        connect.
 
         Raises:
             TransferError: phase connect; a peer didn't come or left, or the system lacks memory or files.
+            Exception: what `failure` returned while this rank waited.
         """
-        links = meet(memory, rank=rank, peers=peers, publish=publish, collect=collect, topic=topic, deadline=deadline)
+        links = meet(
+            memory,
+            rank=rank,
+            peers=peers,
+            publish=publish,
+            collect=collect,
+            failure=failure,
+            topic=topic,
+            deadline=deadline,
+        )
         return cls(links, rank=rank)
 
     def offer(self, peer: int, hop: int, *, offset: int, nbytes: int, deadline: Deadline) -> None:

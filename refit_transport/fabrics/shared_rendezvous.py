@@ -29,6 +29,7 @@ _INT = struct.Struct("@i")
 # No process that another thread starts meanwhile inherits what arrives. `socket.recv_fds` of Python 3.11 drops flags;
 # macOS has no such flag.
 _CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+_LOOK_UP_S = 0.5  # a rank that failed before it could call us tells that elsewhere
 _STRANGERS = 16  # connections that may queue beside the peers' own
 
 
@@ -47,6 +48,7 @@ def meet(
     peers: Iterable[int],
     publish: Callable[[str, Any], None],
     collect: Callable[[str, Iterable[int]], list[Any]],
+    failure: Callable[[], Exception | None],
     topic: str,
     deadline: Deadline,
 ) -> dict[int, Link]:
@@ -54,12 +56,13 @@ def meet(
 
     Raises:
         TransferError: phase connect; a peer didn't come, left, or the system lacks something.
+        Exception: what `failure` returned while this rank waited.
     """
     others = sorted(set(peers) - {rank})
     with ExitStack() as undo, _refusals(rank, -1, "can't connect"):
-        # The directory is open to this user alone. A path reaches the socket from any network namespace.
-        with tempfile.TemporaryDirectory(prefix="refit-") as directory, socket.socket(socket.AF_UNIX) as listener:
-            path, secret = str(Path(directory, "s")), secrets.token_bytes(32)
+        # A path, unlike an abstract name, reaches the socket from any network namespace.
+        with _private_path() as path, socket.socket(socket.AF_UNIX) as listener:
+            secret = secrets.token_bytes(32)
             listener.bind(path)
             listener.listen(len(others) + _STRANGERS)
             listener.setblocking(False)
@@ -67,7 +70,7 @@ def meet(
             published = dict(zip(others, collect(topic, others), strict=True))
             meeting = _Meeting(memory, rank=rank, secret=secret, published=published, listener=listener)
             undo.callback(meeting.abandon)
-            meeting.run(deadline)
+            meeting.run(failure, deadline)
         undo.pop_all()
     return meeting.links
 
@@ -92,7 +95,7 @@ class _Meeting:
         self._called: dict[int, int] = {}
         self._poll = select.poll()
 
-    def run(self, deadline: Deadline) -> None:
+    def run(self, failure: Callable[[], Exception | None], deadline: Deadline) -> None:
         for peer in self._published:
             if peer < self._rank:
                 self._call(peer, deadline)
@@ -101,7 +104,10 @@ class _Meeting:
             if deadline.passed:
                 late = f"shared memory: ranks {missing} didn't connect within {deadline.seconds:g} s; {REMEDY}"
                 raise TransferError(self._rank, missing[0], "connect", "", late)
-            for number, _ in self._poll.poll(math.ceil(1e3 * min(60.0, deadline.remaining()))):
+            events = self._poll.poll(math.ceil(1e3 * min(_LOOK_UP_S, deadline.remaining())))
+            if not events and (cause := failure()):
+                raise cause
+            for number, _ in events:
                 if number == self._listener.fileno():
                     self._watch(self._listener.accept()[0])
                 else:
@@ -172,6 +178,18 @@ class _Meeting:
         for connection in self._open.values():
             connection.close()
         self._open.clear()
+
+
+@contextmanager
+def _private_path() -> Iterator[str]:
+    """A path for a socket that no other user reaches, for as long as the block runs."""
+    directory = Path(tempfile.mkdtemp(prefix="refit-"))  # mode 0700
+    try:
+        yield str(directory / "s")
+    finally:
+        # `tempfile.TemporaryDirectory` would fail, and leave both, where no file number is free.
+        (directory / "s").unlink(missing_ok=True)
+        directory.rmdir()
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import socket
 import tempfile
 import uuid
 from pathlib import Path
+from weakref import finalize
 
 import numpy as np
 import torch
@@ -57,6 +58,8 @@ class SlotMemory:
         except (OSError, OverflowError, ValueError) as error:
             reason = f"shared memory: no segment of {nbytes} bytes: {error}; {REMEDY}"
             raise TransferError(rank, -1, "connect", "", reason) from error
+        # A segment that nobody closed, say because the connect failed, closes like any file: with its last reference.
+        self._let_go = finalize(self, os.close, self.descriptor)
         self._tensor: torch.Tensor | None = torch.frombuffer(mapping, dtype=torch.uint8)[:nbytes]
 
     @property
@@ -68,9 +71,8 @@ class SlotMemory:
 
     def close(self) -> None:
         """Lets go of the segment, which stays mapped as long as any view of it lives; a second call does nothing."""
-        if self._tensor is not None:
-            self._tensor = None
-            os.close(self.descriptor)
+        self._tensor = None
+        self._let_go()
 
 
 def map_segment(descriptor: int, nbytes: int) -> torch.Tensor:
