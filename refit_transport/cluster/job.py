@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
+import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +23,8 @@ from refit_transport.cluster.synchronizer import RefitSynchronizer
 from refit_transport.cluster.workers import WorkerGroup, collect
 from refit_transport.config.schema import RefitConfig
 from refit_transport.errors import WorkerError
+
+_LAST_WRITES_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,22 +42,50 @@ class RefitJob:
 
 
 @contextlib.contextmanager
-def ray_cluster(*, address: str | None, cpus: int | None = None) -> Iterator[None]:
+def ray_cluster(*, address: str | None, cpus: int | None = None) -> Iterator[Path | None]:
     """Joins the Ray cluster at `address`, or starts one on this machine that ends with the block.
 
-    A Ray that this process already joined is used as it is and left running.
+    A Ray that this process already joined is used as it is and left running. Yields the folder for temporary files of
+    a cluster that was started here, which is removed with it; None for another cluster.
+
+    Raises:
+        WorkerError: nobody answers at `address`, or Ray doesn't start.
     """
     if ray.is_initialized():
-        yield
-        return
-    local: dict[str, Any] = {} if address else {"include_dashboard": False, "num_cpus": cpus}
+        yield None
+    elif address:
+        with _ray(address):
+            yield None
+    else:
+        with (
+            _temporary_folder() as folder,
+            _ray("local", include_dashboard=False, num_cpus=cpus, _temp_dir=str(folder)),
+        ):
+            yield folder
+
+
+@contextlib.contextmanager
+def _temporary_folder() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="refit-"))
+    try:
+        yield folder
+    finally:
+        # Ray's processes end in the background, and write until then.
+        end = time.monotonic() + _LAST_WRITES_S
+        while folder.exists() and time.monotonic() < end:
+            shutil.rmtree(folder, ignore_errors=True)
+            time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def _ray(address: str, **options: Any) -> Iterator[None]:
     # Ray would hide devices from workers that reserve none, and a CPU worker of vLLM must see what the driver sees.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # The first failure is raised; Ray would print those that follow from it as well.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     try:
-        ray.init(address=address or "local", log_to_driver=False, logging_level="ERROR", **local)
-    except (ConnectionError, RuntimeError) as error:
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR", **options)
+    except (OSError, RuntimeError, ValueError) as error:
         raise WorkerError("ray", -1, "start", str(error).strip().splitlines()[0]) from error
     try:
         with _terminable():
@@ -82,17 +115,20 @@ def _terminate(number: int, _: object) -> None:
 
 
 @contextlib.contextmanager
-def running_job(config: RefitConfig) -> Iterator[RefitJob]:
+def running_job(config: RefitConfig, *, scratch: Path | None = None) -> Iterator[RefitJob]:
     """Starts all workers of a configuration and releases them at the end of the block, whatever happens in it.
+
+    `scratch` is where workers on this machine may leave sockets; None where they run on other machines too.
 
     Raises:
         WorkerError: a worker didn't start; names group, rank and phase.
     """
     ports = PortRange(config.cluster.master_port_range_low or 0, config.cluster.master_port_range_high or 0)
     resources = _rank_resources(config.cluster.ranks)
+    environment = _environment(resources, scratch)
     with contextlib.ExitStack() as stack:
         groups = [
-            _group(stack, name, count, resources, config.refit_run.worker_timeout_s)
+            _group(stack, name, count, resources, environment, config.refit_run.worker_timeout_s)
             for name, count in (
                 ("policy", config.training_ranks),
                 *(
@@ -119,16 +155,28 @@ def running_job(config: RefitConfig) -> Iterator[RefitJob]:
 
 
 def _group(
-    stack: contextlib.ExitStack, name: str, count: int, resources: Mapping[str, float], timeout_s: float
+    stack: contextlib.ExitStack,
+    name: str,
+    count: int,
+    resources: Mapping[str, float],
+    environment: Mapping[str, str],
+    timeout_s: float,
 ) -> WorkerGroup:
+    group = WorkerGroup(name, count, resources=resources, environment=environment, timeout_s=timeout_s)
+    stack.callback(group.release)
+    return group
+
+
+def _environment(resources: Mapping[str, float], scratch: Path | None) -> dict[str, str]:
     environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", "VLLM_LOGGING_LEVEL": "ERROR"}
     if "GPU" not in resources:
         # One computing thread per rank, because ranks that share cores spin against each other; and no compilation of
         # vLLM's helpers, which takes longer than a small job.
         environment |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-    group = WorkerGroup(name, count, resources=resources, environment=environment, timeout_s=timeout_s)
-    stack.callback(group.release)
-    return group
+    if scratch is not None:
+        # vLLM binds sockets there and never unlinks them.
+        environment["VLLM_RPC_BASE_PATH"] = str(scratch)
+    return environment
 
 
 def _rank_resources(ranks: int) -> dict[str, float]:
