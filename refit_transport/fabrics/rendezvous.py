@@ -53,7 +53,7 @@ class ControlChannel:
                 host, port, world_size, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
             )
         except (RuntimeError, ValueError) as error:
-            reason = f"can't listen on {host}:{port} (rendezvous.port): {str(error).splitlines()[0]}"
+            reason = f"can't listen on {host}:{port}: {str(error).splitlines()[0]}"
             raise TransferError(0, -1, "rendezvous", "", reason) from error
         return cls(store, host=host, rank=0, world_size=world_size, timeout_s=timeout_s)
 
@@ -69,7 +69,8 @@ class ControlChannel:
                 host, port, world_size, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
             )
         except (RuntimeError, ValueError) as error:
-            reason = f"no refit rendezvous at {host}:{port}: {str(error).splitlines()[0]}"
+            cause = str(error).splitlines()[0]
+            reason = f"no refit rendezvous at {host}:{port} within {timeout_s:g} s (timeout_s): {cause}"
             raise TransferError(rank, 0, "rendezvous", "", reason) from error
         return cls(store, host=host, rank=rank, world_size=world_size, timeout_s=timeout_s)
 
