@@ -36,7 +36,9 @@ class ExitCode(IntEnum):
     FINE = 0
     FAILED = 1
     WRONG_USAGE = 2
+    HUNG_UP = 129
     INTERRUPTED = 130
+    TERMINATED = 143
 
 
 class _Commands(TyperGroup):
@@ -54,6 +56,10 @@ class _Commands(TyperGroup):
         except KeyboardInterrupt:
             typer.echo("refit-transport: interrupted; everything that was started has ended", err=True)
             raise typer.Exit(ExitCode.INTERRUPTED) from None
+        except SystemExit as stop:
+            if stop.code in (ExitCode.HUNG_UP, ExitCode.TERMINATED):
+                typer.echo("refit-transport: terminated; everything that was started has ended", err=True)
+            raise
 
 
 app = typer.Typer(

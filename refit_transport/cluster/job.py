@@ -9,7 +9,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,35 +83,56 @@ def _ray(address: str, **options: Any) -> Iterator[None]:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # The first failure is raised; Ray would print those that follow from it as well.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
-    try:
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR", **options)
-    except (OSError, RuntimeError, ValueError) as error:
-        raise WorkerError("ray", -1, "start", str(error).strip().splitlines()[0]) from error
-    try:
-        with _terminable():
+    with _ending_in_order() as arm:
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level="ERROR", **options)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise WorkerError("ray", -1, "start", str(error).strip().splitlines()[0]) from error
+        try:
+            # Ray has put its own handler of SIGTERM there, which prints a trace.
+            arm()
             yield
-    finally:
-        ray.shutdown()
+        finally:
+            ray.shutdown()
 
 
 @contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """Lets SIGTERM end the block in order; Ray's own handler would print a trace and leave at once.
+def _ending_in_order() -> Iterator[Callable[[], None]]:
+    """Lets SIGTERM and SIGHUP end the block as Ctrl-C does; the exit code is then 128 and the signal's number.
 
-    Only the main thread may set handlers; elsewhere whoever runs there decides.
+    Yields a function that installs the handlers again. Only the main thread may set them; elsewhere whoever runs there
+    decides. A signal that the process was told to ignore (`nohup`) stays ignored.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield lambda: None
         return
-    previous = signal.signal(signal.SIGTERM, _terminate)
+    previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    received: list[int] = []
+
+    def end(number: int, _: object) -> None:
+        if not received:
+            received.append(number)
+            # The only exception that gets through Ray's waits as it is.
+            raise KeyboardInterrupt
+
+    def arm() -> None:
+        for number, handler in previous.items():
+            if handler is not signal.SIG_IGN:
+                signal.signal(number, end)
+
+    arm()
     try:
-        yield
+        yield arm
+    except KeyboardInterrupt:
+        if not received:
+            raise
+        raise SystemExit(128 + received[0]) from None
+    except SystemExit as stop:
+        # From Ray's handler, where a signal came while Ray started.
+        raise SystemExit(128 + signal.SIGTERM if stop.code == signal.SIGTERM else stop.code) from None
     finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
-def _terminate(number: int, _: object) -> None:
-    raise SystemExit(128 + number)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
