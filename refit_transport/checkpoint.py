@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
+from refit_transport.errors import ConfigError, Violation
 from refit_transport.layout.box import Box
 
 _INDEX = "model.safetensors.index.json"
@@ -19,7 +20,12 @@ class CheckpointFolder:
     """The tensors of a folder's safetensors files by checkpoint name; files stay mapped while this object lives."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises FileNotFoundError when the folder holds no safetensors."""
+        """Reads the files' headers.
+
+        Raises:
+            FileNotFoundError: the folder holds no safetensors.
+            ConfigError: a file is missing, damaged or incomplete; names it.
+        """
         self.folder = folder
         self._files = _file_of_each_tensor(folder)
         self._opened: dict[Path, Any] = {}
@@ -34,25 +40,64 @@ class CheckpointFolder:
             return self._open(name).get_tensor(name)  # type: ignore[no-any-return]
         return self._slice(name)[tuple(slice(span.start, span.stop) for span in box.spans)]  # type: ignore[no-any-return]
 
+    def check(self) -> None:
+        """Opens every file.
+
+        Raises:
+            ConfigError: a file is missing, damaged or incomplete; one violation for each.
+        """
+        problems: list[Violation] = []
+        for file in sorted(set(self._files.values())):
+            try:
+                _open(file)
+            except ConfigError as error:
+                problems += error.violations
+        if problems:
+            raise ConfigError(str(self.folder), tuple(problems))
+
     def _slice(self, name: str) -> Any:
         return self._open(name).get_slice(name)
 
     def _open(self, name: str) -> Any:
         file = self._files[name]
         if file not in self._opened:
-            self._opened[file] = safe_open(file, framework="pt")
+            self._opened[file] = _open(file)
         return self._opened[file]
 
 
 def _file_of_each_tensor(folder: Path) -> Mapping[str, Path]:
     index = folder / _INDEX
     if index.is_file():
-        weight_map: Mapping[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return {name: folder / file for name, file in weight_map.items()}
+        return {name: folder / file for name, file in _weight_map(index).items()}
     files: dict[str, Path] = {}
     for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as opened:
-            files.update(dict.fromkeys(opened.keys(), file))
+        files.update(dict.fromkeys(_open(file).keys(), file))
     if not files:
         raise FileNotFoundError(f"no safetensors in {folder}")
     return files
+
+
+def _weight_map(index: Path) -> Mapping[str, str]:
+    try:
+        found = json.loads(index.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise _unreadable(index, f"can't be read: {error}") from error
+    names = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+        raise _unreadable(index, "has no weight_map from tensor names to file names")
+    return names
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except FileNotFoundError as error:
+        raise _unreadable(file, f"is missing, though {_INDEX} names it") from error
+    except (OSError, SafetensorError) as error:
+        raise _unreadable(file, f"is damaged or incomplete: {error}") from error
+
+
+def _unreadable(file: Path, reason: str) -> ConfigError:
+    got = f"{file.stat().st_size} bytes" if file.is_file() else "no file"
+    violation = Violation(file.name, got, reason, "copy or download the checkpoint again")
+    return ConfigError(str(file.parent), (violation,))

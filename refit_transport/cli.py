@@ -36,7 +36,9 @@ class ExitCode(IntEnum):
     FINE = 0
     FAILED = 1
     WRONG_USAGE = 2
+    HUNG_UP = 129
     INTERRUPTED = 130
+    TERMINATED = 143
 
 
 class _Commands(TyperGroup):
@@ -54,6 +56,10 @@ class _Commands(TyperGroup):
         except KeyboardInterrupt:
             typer.echo("refit-transport: interrupted; everything that was started has ended", err=True)
             raise typer.Exit(ExitCode.INTERRUPTED) from None
+        except SystemExit as stop:
+            if stop.code in (ExitCode.HUNG_UP, ExitCode.TERMINATED):
+                typer.echo("refit-transport: terminated; everything that was started has ended", err=True)
+            raise
 
 
 app = typer.Typer(
@@ -137,6 +143,9 @@ def run(config: ConfigFile, *, overrides: Overrides = None, as_json: AsJson = Fa
 
     console = Console(markup=False, highlight=False)
     rounds: list[RefitRound] = []
+    if checked.refit_run.report is not None:
+        # Tells at once that it can't be written, and leaves no report of an earlier run to be taken for this one's.
+        write_report(rounds, Path(checked.refit_run.report))
     with progress() as announce:
         for finished in run_rounds(checked, ray_address=os.environ.get("RAY_ADDRESS"), announce=announce):
             rounds.append(finished)
@@ -153,9 +162,29 @@ def run(config: ConfigFile, *, overrides: Overrides = None, as_json: AsJson = Fa
 def load(config: Path, overrides: list[str] | None) -> RefitConfig:
     """The checked configuration that a command runs on."""
     from refit_transport.config.load import load_config
-    from refit_transport.transports.registry import resolve
 
-    return load_config(config, resolve_transport=resolve, overrides=overrides or ())
+    return load_config(config, resolve_transport=_usable_transport, overrides=overrides or ())
+
+
+def _usable_transport(name: str | None) -> None:
+    """Resolves a transport; another package's is imported too, which would fail on every rank otherwise.
+
+    Raises:
+        UnknownTransportError: it doesn't exist, can't be imported, or is no transport.
+        MissingDependencyError: a package that it imports isn't installed.
+    """
+    from refit_transport.transports.registry import BUILT_IN, known_transports, load, resolve
+
+    entry = resolve(name)
+    if entry in BUILT_IN:
+        return
+    try:
+        load(entry)
+    except RefitTransportError:
+        raise
+    except Exception as error:
+        reason = f"its import fails: {type(error).__name__}: {error}"
+        raise UnknownTransportError(entry.name, tuple(known_transports()), reason) from error
 
 
 def print_json(value: object) -> None:

@@ -22,17 +22,31 @@ def report_of(rounds: Sequence[RefitRound]) -> dict[str, Any]:
 
 
 def write_report(rounds: Sequence[RefitRound], path: Path) -> None:
-    """Writes the report file anew, after each round, so that a later failure loses nothing.
+    """Writes the report file anew, before the first and after each round, so that a failure loses nothing.
 
     Raises:
         ConfigError: the file can't be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(report_of(rounds), indent=2) + "\n", encoding="utf-8")
+        _replace(path.resolve(), json.dumps(report_of(rounds), indent=2) + "\n")
     except OSError as error:
         violation = Violation("refit_run.report", str(path), f"can't be written: {error}", "name another file, or null")
         raise ConfigError("refit_run", (violation,)) from error
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes a file in one step: without room for the new text, the old one stays."""
+    if path.exists() and not path.is_file():
+        # A device or a pipe; a folder raises.
+        path.write_text(text, encoding="utf-8")
+        return
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def show_round(finished: RefitRound, config: RefitConfig, console: Console) -> None:

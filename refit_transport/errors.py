@@ -178,7 +178,10 @@ class DeadlineError(_FieldError):
     seconds: float
 
     def message(self) -> str:
-        return f"{self.waiting}: no answer from {self.waited_for} in phase {self.phase} within {self.seconds:g} s"
+        return (
+            f"{self.waiting}: no answer from {self.waited_for} in phase {self.phase} within {self.seconds:g} s; raise "
+            "timeout_s if that rank is only slow"
+        )
 
 
 @dataclass(eq=False)
@@ -211,7 +214,7 @@ class VerificationError(_FieldError):
 
 @dataclass(eq=False)
 class WorkerError(_FieldError):
-    """A remote worker failed or vanished. `actor` is its name, `rank` its rank in its group."""
+    """A remote worker failed or vanished. `actor` is its name, `rank` its rank in its group (-1: the whole group)."""
 
     actor: str
     rank: int
@@ -219,7 +222,8 @@ class WorkerError(_FieldError):
     reason: str
 
     def message(self) -> str:
-        return f"worker {self.actor} (rank {self.rank}) failed in phase {self.phase}: {self.reason}"
+        rank = f" (rank {self.rank})" if self.rank >= 0 else ""
+        return f"worker {self.actor}{rank} failed in phase {self.phase}: {self.reason}"
 
 
 @dataclass(eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -13,7 +14,8 @@ from typer.testing import CliRunner
 
 from refit_transport import cli
 from refit_transport.cli import app
-from refit_transport.errors import MissingDependencyError, TransferError
+from refit_transport.cli_run import write_report
+from refit_transport.errors import ConfigError, MissingDependencyError, TransferError
 
 ROOT = Path(__file__).parents[1]
 DEMO = str(ROOT / "configs/demo.yaml")
@@ -84,6 +86,58 @@ def test_wrong_usage(arguments: list[str]) -> None:
     code, out, err = invoke(*arguments)
     assert (code, out) == (2, "")
     assert err
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("no_such_module:Class", "there is no module 'no_such_module'"),
+        ("os:path", "has no class 'path'"),
+        ("json:JSONDecoder", "is no transport"),
+        ("broken_transport:Mine", "its import fails: ZeroDivisionError"),
+    ],
+)
+def test_a_transport_by_its_path_is_tried_before_anything_starts(
+    name: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_transport.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    code, out, err = invoke("run", DEMO, "--set", f"policy.generation.refit_transport={name}")
+    assert (code, out) == (2, "")
+    assert "policy.generation.refit_transport: is an unknown transport" in err
+    assert reason in err
+    assert [path.name for path in tmp_path.iterdir() if path.suffix != ".py" and path.name != "__pycache__"] == []
+
+
+def test_a_report_that_cannot_be_written_is_told_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    for report in (".", "file/report.json"):
+        code, out, err = invoke("run", DEMO, "--set", f"refit_run.report={report}")
+        assert (code, out) == (2, "")
+        assert "refit_run.report: can't be written" in err
+        assert "name another file" in err
+        assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_report_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = tmp_path / "new" / "report.json"
+    write_report([], report)
+    assert json.loads(report.read_text()) == {"rounds": []}
+    report.write_text("the last one")
+
+    def no_room(path: Path, *_: object, **__: object) -> int:
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", no_room)
+    with pytest.raises(ConfigError, match="No space left"):
+        write_report([], report)
+    assert report.read_text() == "the last one"
+    assert list(report.parent.iterdir()) == [report]
 
 
 def test_transports() -> None:

@@ -18,14 +18,19 @@ class CheckpointReader:
     """Copies boxes of logical tensors out of a checkpoint folder."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ConfigError when the folder holds no weights."""
+        """Raises ConfigError when the folder holds no weights, or a file of it can't be read."""
         try:
             self._files = CheckpointFolder(folder)
         except FileNotFoundError as error:
-            violation = Violation(str(folder), "no *.safetensors", "the checkpoint has no weights", "")
+            reason, remedy = "the checkpoint has no weights", "put the model's *.safetensors beside its config.json"
+            violation = Violation(str(folder), "no *.safetensors", reason, remedy)
             raise ConfigError(str(folder), (violation,)) from error
         # A layer's experts are many entries, and each of its pieces asks for them.
         self._entries: dict[TensorSpec, tuple[CheckpointEntry, ...]] = {}
+
+    def check(self) -> None:
+        """Raises ConfigError, naming each file of the folder that is missing, damaged or incomplete."""
+        self._files.check()
 
     def copy_into(self, view: torch.Tensor, spec: TensorSpec, box: Box) -> None:
         """Copies `spec[box]` from the checkpoint into `view`, which has the box's shape; casts to its dtype.

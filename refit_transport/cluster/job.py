@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
+import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,8 @@ from refit_transport.cluster.synchronizer import RefitSynchronizer
 from refit_transport.cluster.workers import WorkerGroup, collect
 from refit_transport.config.schema import RefitConfig
 from refit_transport.errors import WorkerError
+
+_LAST_WRITES_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,62 +42,114 @@ class RefitJob:
 
 
 @contextlib.contextmanager
-def ray_cluster(*, address: str | None, cpus: int | None = None) -> Iterator[None]:
+def ray_cluster(*, address: str | None, cpus: int | None = None) -> Iterator[Path | None]:
     """Joins the Ray cluster at `address`, or starts one on this machine that ends with the block.
 
-    A Ray that this process already joined is used as it is and left running.
+    A Ray that this process already joined is used as it is and left running. Yields the folder for temporary files of
+    a cluster that was started here, which is removed with it; None for another cluster.
+
+    Raises:
+        WorkerError: nobody answers at `address`, or Ray doesn't start.
     """
     if ray.is_initialized():
-        yield
-        return
-    local: dict[str, Any] = {} if address else {"include_dashboard": False, "num_cpus": cpus}
+        yield None
+    elif address:
+        with _ray(address):
+            yield None
+    else:
+        with (
+            _temporary_folder() as folder,
+            _ray("local", include_dashboard=False, num_cpus=cpus, _temp_dir=str(folder)),
+        ):
+            yield folder
+
+
+@contextlib.contextmanager
+def _temporary_folder() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="refit-"))
+    try:
+        yield folder
+    finally:
+        # Ray's processes end in the background, and write until then.
+        end = time.monotonic() + _LAST_WRITES_S
+        while folder.exists() and time.monotonic() < end:
+            shutil.rmtree(folder, ignore_errors=True)
+            time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def _ray(address: str, **options: Any) -> Iterator[None]:
     # Ray would hide devices from workers that reserve none, and a CPU worker of vLLM must see what the driver sees.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # The first failure is raised; Ray would print those that follow from it as well.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
-    try:
-        ray.init(address=address or "local", log_to_driver=False, logging_level="ERROR", **local)
-    except (ConnectionError, RuntimeError) as error:
-        raise WorkerError("ray", -1, "start", str(error).strip().splitlines()[0]) from error
-    try:
-        with _terminable():
+    with _ending_in_order() as arm:
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level="ERROR", **options)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise WorkerError("ray", -1, "start", str(error).strip().splitlines()[0]) from error
+        try:
+            # Ray has put its own handler of SIGTERM there, which prints a trace.
+            arm()
             yield
-    finally:
-        ray.shutdown()
+        finally:
+            ray.shutdown()
 
 
 @contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """Lets SIGTERM end the block in order; Ray's own handler would print a trace and leave at once.
+def _ending_in_order() -> Iterator[Callable[[], None]]:
+    """Lets SIGTERM and SIGHUP end the block as Ctrl-C does; the exit code is then 128 and the signal's number.
 
-    Only the main thread may set handlers; elsewhere whoever runs there decides.
+    Yields a function that installs the handlers again. Only the main thread may set them; elsewhere whoever runs there
+    decides. A signal that the process was told to ignore (`nohup`) stays ignored.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield lambda: None
         return
-    previous = signal.signal(signal.SIGTERM, _terminate)
+    previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    received: list[int] = []
+
+    def end(number: int, _: object) -> None:
+        if not received:
+            received.append(number)
+            # The only exception that gets through Ray's waits as it is.
+            raise KeyboardInterrupt
+
+    def arm() -> None:
+        for number, handler in previous.items():
+            if handler is not signal.SIG_IGN:
+                signal.signal(number, end)
+
+    arm()
     try:
-        yield
+        yield arm
+    except KeyboardInterrupt:
+        if not received:
+            raise
+        raise SystemExit(128 + received[0]) from None
+    except SystemExit as stop:
+        # From Ray's handler, where a signal came while Ray started.
+        raise SystemExit(128 + signal.SIGTERM if stop.code == signal.SIGTERM else stop.code) from None
     finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
-def _terminate(number: int, _: object) -> None:
-    raise SystemExit(128 + number)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
-def running_job(config: RefitConfig) -> Iterator[RefitJob]:
+def running_job(config: RefitConfig, *, scratch: Path | None = None) -> Iterator[RefitJob]:
     """Starts all workers of a configuration and releases them at the end of the block, whatever happens in it.
+
+    `scratch` is where workers on this machine may leave sockets; None where they run on other machines too.
 
     Raises:
         WorkerError: a worker didn't start; names group, rank and phase.
     """
     ports = PortRange(config.cluster.master_port_range_low or 0, config.cluster.master_port_range_high or 0)
     resources = _rank_resources(config.cluster.ranks)
+    environment = _environment(resources, scratch)
     with contextlib.ExitStack() as stack:
         groups = [
-            _group(stack, name, count, resources, config.refit_run.worker_timeout_s)
+            _group(stack, name, count, resources, environment, config.refit_run.worker_timeout_s)
             for name, count in (
                 ("policy", config.training_ranks),
                 *(
@@ -119,16 +176,28 @@ def running_job(config: RefitConfig) -> Iterator[RefitJob]:
 
 
 def _group(
-    stack: contextlib.ExitStack, name: str, count: int, resources: Mapping[str, float], timeout_s: float
+    stack: contextlib.ExitStack,
+    name: str,
+    count: int,
+    resources: Mapping[str, float],
+    environment: Mapping[str, str],
+    timeout_s: float,
 ) -> WorkerGroup:
+    group = WorkerGroup(name, count, resources=resources, environment=environment, timeout_s=timeout_s)
+    stack.callback(group.release)
+    return group
+
+
+def _environment(resources: Mapping[str, float], scratch: Path | None) -> dict[str, str]:
     environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", "VLLM_LOGGING_LEVEL": "ERROR"}
     if "GPU" not in resources:
         # One computing thread per rank, because ranks that share cores spin against each other; and no compilation of
         # vLLM's helpers, which takes longer than a small job.
         environment |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-    group = WorkerGroup(name, count, resources=resources, environment=environment, timeout_s=timeout_s)
-    stack.callback(group.release)
-    return group
+    if scratch is not None:
+        # vLLM binds sockets there and never unlinks them.
+        environment["VLLM_RPC_BASE_PATH"] = str(scratch)
+    return environment
 
 
 def _rank_resources(ranks: int) -> dict[str, float]:

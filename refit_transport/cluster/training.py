@@ -248,6 +248,7 @@ def _join(*, rank: int, world_size: int, init_method: str, timeout_s: float) -> 
             timeout=timedelta(seconds=timeout_s),
         )
     except dist.DistError as error:
-        reason = f"no group of {world_size} ranks at {init_method} within {timeout_s:g} s: {error}"
+        cause = str(error).splitlines()[0]
+        reason = f"no group of {world_size} ranks at {init_method} within {timeout_s:g} s (timeout_s): {cause}"
         raise WorkerError("training", rank, "rendezvous", reason) from error
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

@@ -15,6 +15,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from refit_transport.cluster.network import PortRange
 from refit_transport.errors import RefitTransportError, WorkerError
 
+_MOST_NAMED = 8
+
 
 class _Host:
     """The actor: holds one worker object, built after the actor's place in the cluster is known."""
@@ -82,7 +84,7 @@ class WorkerGroup:
             free = {key: value for key, value in ray.available_resources().items() if key in resources}
             reason = (
                 f"{self.count} bundles of {dict(resources)} are not free within {self.timeout_s:g} s (free: {free}); "
-                "see cluster.gpus_per_node and cluster.num_nodes"
+                "lower cluster.gpus_per_node or cluster.num_nodes, or raise refit_run.worker_timeout_s"
             )
             raise WorkerError(self.name, -1, "placement", reason)
         actor = ray.remote(_Host)
@@ -156,15 +158,25 @@ def collect(pending: Sequence[Pending], *, timeout_s: float) -> list[dict[int, A
     while waiting:
         ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, end - time.monotonic()))
         if not ready:
-            index, rank = places[waiting[0]]
-            reason = f"no answer within {timeout_s:g} s"
-            raise WorkerError(pending[index].group.name, rank, pending[index].phase, reason)
+            raise _silence(pending, [places[reference] for reference in waiting], timeout_s)
         index, rank = places[ready[0]]
         try:
             results[index][rank] = ray.get(ready[0])
         except RayError as error:
             raise _worker_error(pending[index], rank, error) from error
     return results
+
+
+def _silence(pending: Sequence[Pending], silent: Sequence[tuple[int, int]], timeout_s: float) -> WorkerError:
+    """Names every worker that doesn't answer: those that wait for the one that hangs are among them."""
+    (index, rank), *others = silent
+    named = [f"{pending[i].group.name} rank {r}" for i, r in others[:_MOST_NAMED]]
+    if len(others) > _MOST_NAMED:
+        named.append(f"{len(others) - _MOST_NAMED} more")
+    also = f" (nor from {', '.join(named)})" if named else ""
+    remedy = "raise refit_run.worker_timeout_s or the transport's timeout_s if they are only slow"
+    reason = f"no answer within {timeout_s:g} s{also}; {remedy}"
+    return WorkerError(pending[index].group.name, rank, pending[index].phase, reason)
 
 
 def _worker_error(calls: Pending, rank: int, error: RayError) -> RefitTransportError:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from refit_transport.config.keys import KeyPath, dotted, shown
@@ -104,6 +104,7 @@ class _Reader:
 
     def merge(self, base: DictConfig, over: DictConfig) -> DictConfig:
         _replace_marked_sections(base, over)
+        _drop_other_kinds(base, over)
         merged = OmegaConf.merge(base, over)
         assert isinstance(merged, DictConfig)  # for the type checker: both are
         return merged
@@ -168,11 +169,29 @@ def _replace_marked_sections(base: DictConfig, over: DictConfig) -> None:
         _replace_marked_sections(_section(base, key) or DictConfig({}), section)
 
 
+def _drop_other_kinds(base: DictConfig, over: DictConfig) -> None:
+    """Removes from `base` what is a section where `over` has a list, or a list where it has a section.
+
+    OmegaConf can't merge these; the later one counts, and the schema tells if it is wrong.
+    """
+    for key in list(over.keys()):
+        earlier, later = _container(base, key), _container(over, key)
+        if isinstance(earlier, DictConfig) and isinstance(later, DictConfig):
+            _drop_other_kinds(earlier, later)
+        elif isinstance(earlier, ListConfig) or isinstance(later, ListConfig):
+            base.pop(key, None)
+
+
 def _section(config: DictConfig, key: Any) -> DictConfig | None:
+    value = _container(config, key)
+    return value if isinstance(value, DictConfig) else None
+
+
+def _container(config: DictConfig, key: Any) -> DictConfig | ListConfig | None:
     if key not in config or OmegaConf.is_missing(config, key) or OmegaConf.is_interpolation(config, key):
         return None
     value = config[key]
-    return value if isinstance(value, DictConfig) else None
+    return value if isinstance(value, DictConfig | ListConfig) else None
 
 
 def _paths(values: object, prefix: KeyPath = ()) -> Iterator[KeyPath]:

@@ -182,15 +182,18 @@ class RefitRun(Section):
     # Sequences of one step on each data-parallel rank.
     batch_size: Count = 2
     # Tokens of one sequence; null: 16 for each rank that a sequence is cut over.
-    sequence_length: Count | None = None
+    sequence_length: Annotated[Count, Field(ge=2)] | None = None
     # Token ids on which both sides' log-probabilities are compared after each refit, and by how much they may differ.
-    prompts: tuple[Annotated[tuple[TokenId, ...], Field(min_length=2)], ...] = ((1, 2, 3, 4, 5, 6, 7, 8), (8, 6, 4, 2))
+    prompts: Annotated[tuple[Annotated[tuple[TokenId, ...], Field(min_length=2)], ...], Field(min_length=1)] = (
+        (1, 2, 3, 4, 5, 6, 7, 8),
+        (8, 6, 4, 2),
+    )
     logprob_tolerance: Annotated[Number, Field(gt=0)] = 1e-4
     # Seconds that a worker may take to start, to train a step, or to compute log-probabilities.
     worker_timeout_s: Annotated[Number, Field(gt=0)] = 600.0
     # Where the refit reports go as JSON, relative to the working directory; null: nowhere.
-    report: str | None = None
-    # Makes policy.model_name before the run, replacing what an earlier run made there.
+    report: Annotated[str, Field(min_length=1)] | None = None
+    # Makes policy.model_name before the run, replacing another model that an earlier run made there.
     tiny_model: TinyModel | None = None
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from refit_transport.config.keys import KeyPath, dotted, nearest, shown
 from refit_transport.errors import Violation
@@ -45,8 +46,13 @@ def translated(error: ValidationError) -> list[Violation]:
     return [
         _violation(details["type"], details["loc"], details["input"], details.get("ctx", {}), details["msg"])
         for details in error.errors(include_url=False)
-        if details["type"] != "default_factory_not_called"
+        if details["type"] != "default_factory_not_called" and not _only_refused_items_are_missing(details)
     ]
+
+
+def _only_refused_items_are_missing(details: ErrorDetails) -> bool:
+    """pydantic counts only the good items of a list; that others are bad is told already."""
+    return details["type"] == "too_short" and len(details["input"]) >= details["ctx"]["min_length"]
 
 
 def _violation(kind: str, where: KeyPath, value: object, limits: Mapping[str, Any], message: str) -> Violation:
@@ -62,6 +68,9 @@ def _violation(kind: str, where: KeyPath, value: object, limits: Mapping[str, An
         word = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
         (name, bound), *_ = limits.items()
         return Violation(path, got, f"must be {word[name]} {bound}", "")
+    if kind == "too_short":
+        least, items = limits["min_length"], "item" if limits["min_length"] == 1 else "items"
+        return Violation(path, got, f"is too short: it must have at least {least} {items}", "")
     if kind == "value_error":
         return Violation(path, got, str(limits["error"]), "")
     return Violation(path, got, _REASONS.get(kind, message), _REMEDIES.get(kind, ""))
@@ -78,7 +87,6 @@ _REASONS: Mapping[str, str] = {
     "bool_type": "must be true or false",
     "string_type": "must be text",
     "string_too_short": "must not be empty",
-    "too_short": "is too short",
     "tuple_type": "must be a list",
     "model_type": "must be a section of keys",
     "model_attributes_type": "must be a section of keys",

@@ -45,6 +45,10 @@ def _domains_form(value: object) -> object:
     return value
 
 
+def _off_is_a_word(value: object) -> object:
+    return "off" if value is False else value
+
+
 class Topology(Section):
     """Which refit ranks share a fast domain (a host, or an NVLink island).
 
@@ -76,7 +80,8 @@ class TransportSettings(Section):
     # Seconds that a phase of the refit may take: meeting, planning, a whole transfer with its verification.
     timeout_s: Annotated[Number, Field(gt=0)] = 300.0
     # What is compared after the transfer: nothing, a checksum of a sample of the boxes, or of all.
-    verify: Literal["off", "sample", "full"] = "sample"
+    # YAML reads a bare `off` as false.
+    verify: Annotated[Literal["off", "sample", "full"], BeforeValidator(_off_is_a_word)] = "sample"
     commit: Literal["in_place", "staged"] = "in_place"
 
 

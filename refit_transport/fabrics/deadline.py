@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NoAnswer
 from datetime import timedelta
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class Deadline:
@@ -24,3 +33,49 @@ class Deadline:
     @property
     def passed(self) -> bool:
         return self.remaining() == 0.0
+
+
+class DeadlineCaller:
+    """Runs calls that know no deadline of their own, such as requests to a TCPStore whose host has stopped.
+
+    They run one after the other in a thread, which doesn't keep the process alive. A call that isn't back in time is
+    left behind there; later ones are refused at once.
+    """
+
+    def __init__(self) -> None:
+        self._lost = ""
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=_serve, args=(self._calls,), name="refit-deadline-caller", daemon=True).start()
+        weakref.finalize(self, self._calls.put, None)
+
+    def call(self, function: Callable[..., T], *arguments: Any, timeout_s: float) -> T:
+        """The function's result, or its error.
+
+        Raises:
+            TimeoutError: it isn't back within `timeout_s` seconds, or an earlier call wasn't.
+        """
+        if self._lost:
+            raise TimeoutError(self._lost)
+        answer: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(function(*arguments))
+            except BaseException as error:  # noqa: BLE001  # handed to the caller below
+                answer.set_exception(error)
+
+        self._calls.put(run)
+        try:
+            return answer.result(timeout_s)
+        except NoAnswer:
+            if answer.done():
+                raise
+            self._lost = f"no answer within {timeout_s:g} s"
+            raise TimeoutError(self._lost) from None
+
+
+def _serve(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (run := calls.get()) is not None:
+        run()
+        # Without a call, nothing of the last one is kept alive.
+        del run

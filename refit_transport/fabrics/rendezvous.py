@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from refit_transport.errors import AgreementError, DeadlineError, RefitTransportError, TransferError
-from refit_transport.fabrics.deadline import Deadline
+from refit_transport.fabrics.deadline import Deadline, DeadlineCaller
 from refit_transport.layout.wire import decode, encode
 
+T = TypeVar("T")
+
 _FAILURE = "failure"
+# An answer takes a millisecond, or much longer where all cores are busy; a short timeout isn't meant for it.
+_LEAST_PATIENCE_S = 1.0
 
 
 class ControlChannel:
@@ -22,6 +25,7 @@ class ControlChannel:
 
     def __init__(self, store: TCPStore, *, host: str, rank: int, world_size: int, timeout_s: float) -> None:
         self._store = store
+        self._calls = DeadlineCaller()
         self.timeout_s = timeout_s
         self.host, self.port = host, int(store.port)
         self.rank, self.world_size = rank, world_size
@@ -49,7 +53,7 @@ class ControlChannel:
                 host, port, world_size, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
             )
         except (RuntimeError, ValueError) as error:
-            reason = f"can't listen on {host}:{port} (rendezvous.port): {str(error).splitlines()[0]}"
+            reason = f"can't listen on {host}:{port}: {str(error).splitlines()[0]}"
             raise TransferError(0, -1, "rendezvous", "", reason) from error
         return cls(store, host=host, rank=0, world_size=world_size, timeout_s=timeout_s)
 
@@ -65,7 +69,8 @@ class ControlChannel:
                 host, port, world_size, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
             )
         except (RuntimeError, ValueError) as error:
-            reason = f"no refit rendezvous at {host}:{port}: {str(error).splitlines()[0]}"
+            cause = str(error).splitlines()[0]
+            reason = f"no refit rendezvous at {host}:{port} within {timeout_s:g} s (timeout_s): {cause}"
             raise TransferError(rank, 0, "rendezvous", "", reason) from error
         return cls(store, host=host, rank=rank, world_size=world_size, timeout_s=timeout_s)
 
@@ -104,51 +109,50 @@ class ControlChannel:
     def forget(self, topics: Iterable[str]) -> None:
         """Removes this rank's values of topics, agreements included, that nobody will ask for any more."""
         mine = [str(self.rank), "verdict"] if self.rank == 0 else [str(self.rank)]
-        with self._reachable("forget"):
-            for topic in topics:
-                for key in mine:
-                    self._store.delete_key(f"{topic}/{key}")
-                    self._store.delete_key(f"agree/{topic}/{key}")
+        for topic in topics:
+            for key in mine:
+                self._ask("forget", self._store.delete_key, f"{topic}/{key}")
+                self._ask("forget", self._store.delete_key, f"agree/{topic}/{key}")
 
     def report_failure(self, error: Exception) -> None:
         """Tells the other ranks why this one gives up; only the first cause is kept."""
         reason = str(error) if isinstance(error, RefitTransportError) else f"{type(error).__name__}: {error}"
         cause = encode({"rank": self.rank, "reason": reason})
-        with self._reachable("report a failure"):
-            self._store.compare_set(_FAILURE, "", cause.hex())
+        self._ask("report a failure", self._store.compare_set, _FAILURE, "", cause.hex())
 
     def failure(self) -> TransferError | None:
         """The first failure that any other rank reported, if any."""
-        with self._reachable("look for failures"):
-            if not self._store.check([_FAILURE]):
-                return None
-            cause = decode(bytes.fromhex(self._store.get(_FAILURE).decode()))
+        phase = "look for failures"
+        if not self._ask(phase, self._store.check, [_FAILURE]):
+            return None
+        cause = decode(bytes.fromhex(self._ask(phase, self._store.get, _FAILURE).decode()))
         if cause["rank"] == self.rank:
             return None
         return TransferError(self.rank, cause["rank"], "peer failure", "", cause["reason"])
 
     def _wait(self, topic: str, rank: int | str, deadline: Deadline) -> Any:
         key, pause = f"{topic}/{rank}", 1e-4
-        with self._reachable(topic):
-            while not self._store.check([key]):
-                failure = self.failure()
-                if failure is not None:
-                    raise failure
-                if deadline.passed:
-                    raise DeadlineError(f"rank {self.rank}", f"rank {rank}", topic, deadline.seconds)
-                time.sleep(pause)
-                pause = min(2 * pause, 0.02)
-            return decode(self._store.get(key))
+        while not self._ask(topic, self._store.check, [key], deadline=deadline):
+            failure = self.failure()
+            if failure is not None:
+                raise failure
+            if deadline.passed:
+                raise DeadlineError(f"rank {self.rank}", f"rank {rank}", topic, deadline.seconds)
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
+        return decode(self._ask(topic, self._store.get, key))
 
     def _set(self, key: str, value: Any) -> None:
-        with self._reachable(key):
-            self._store.set(key, encode(value))  # type: ignore[arg-type]  # the stub lacks bytes
+        self._ask(key, self._store.set, key, encode(value))
 
-    @contextmanager
-    def _reachable(self, phase: str) -> Iterator[None]:
-        """Rank 0 hosts the store: when it is gone, so is every answer."""
+    def _ask(self, phase: str, call: Callable[..., T], *arguments: Any, deadline: Deadline | None = None) -> T:
+        """One request to the store, answered in time: rank 0 hosts it, and when it is gone, so is every answer."""
+        seconds = self.timeout_s if deadline is None else min(self.timeout_s, deadline.remaining())
         try:
-            yield
+            return self._calls.call(call, *arguments, timeout_s=max(_LEAST_PATIENCE_S, seconds))
+        except TimeoutError as error:
+            reason = f"rank 0 holds the control channel at {self.host}:{self.port} and doesn't answer: {error}"
+            raise TransferError(self.rank, 0, phase, "", reason) from error
         except RuntimeError as error:
             reason = f"the control channel at {self.host}:{self.port} is gone: {str(error).splitlines()[0]}"
             raise TransferError(self.rank, 0, phase, "", reason) from error

@@ -53,6 +53,22 @@ class TestDefaults:
         top = write(tmp_path / "top.yaml", "defaults: base.yaml\nrefit_run: {prompts: [[1, 2]]}\n")
         assert load(top).refit_run.prompts == ((1, 2),)
 
+    @pytest.mark.parametrize(("path", "text"), [("cluster", "[]"), ("policy.generation.vllm_cfg", "[1]")])
+    def test_a_list_for_a_section_is_one_problem(self, base: Path, path: str, text: str) -> None:
+        (found,) = problems(base, f"{path}={text}")
+        assert found.path == path
+        assert found.reason == "must be a section of keys"
+
+    def test_a_section_for_a_list_is_one_problem(self, base: Path) -> None:
+        (found,) = problems(base, "refit_run.prompts=[[1, 2]]", "refit_run.prompts={a: 1}")
+        assert found.path == "refit_run.prompts"
+        assert found.reason == "must be a list"
+
+    @pytest.mark.parametrize("word", ["off", "'off'", "false"])
+    def test_off_is_what_yaml_makes_of_it(self, tmp_path: Path, base: Path, word: str) -> None:
+        text = f"defaults: {base}\npolicy: {{generation: {{refit_cfg: {{nccl_reshard: {{verify: {word}}}}}}}}}\n"
+        assert load(write(tmp_path / "top.yaml", text)).settings.verify == "off"
+
     @pytest.mark.parametrize("mark", ["true", "false"])
     def test_override_replaces_a_section(self, tmp_path: Path, base: Path, mark: str) -> None:
         vllm = f"vllm_cfg: {{_override_: {mark}, tensor_parallel_size: 4}}"

@@ -87,7 +87,11 @@ CASES = [
         "cluster.master_port_range_low",
         "at least 1",
     ),
-    case("prompt short", {"refit_run.prompts": [[1, 2], [1]]}, "refit_run.prompts[1]", "too short"),
+    case("prompt short", {"refit_run.prompts": [[1, 2], [1]]}, "refit_run.prompts[1]", "at least 2 items"),
+    case("no prompts", {"refit_run.prompts": []}, "refit_run.prompts", "at least 1 item"),
+    case("negative token", {"refit_run.prompts": [[1, -2]]}, "refit_run.prompts[0][1]", "at least 0"),
+    case("nothing to predict", {"refit_run.sequence_length": 1}, "refit_run.sequence_length", "at least 2"),
+    case("report without a name", {"refit_run.report": ""}, "refit_run.report", "not be empty"),
     # What this version does not run.
     case("colocated", {f"{G}.colocated.enabled": True}, f"{G}.colocated.enabled", "must be false", "resources"),
     case("backend", {f"{G}.backend": "sglang"}, f"{G}.backend", "must be vllm", "set it to vllm"),

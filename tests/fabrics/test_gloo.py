@@ -160,5 +160,5 @@ def test_an_unavailable_fabric_is_refused():
 
 def test_a_taken_port_is_one_clear_error():
     holder = ControlChannel.listen(host="127.0.0.1", port=0, world_size=1, timeout_s=5.0)
-    with pytest.raises(TransferError, match=r"can't listen on 127.0.0.1:\d+ \(rendezvous.port\)"):
+    with pytest.raises(TransferError, match=r"can't listen on 127.0.0.1:\d+:"):
         ControlChannel.listen(host="127.0.0.1", port=holder.port, world_size=1, timeout_s=5.0)
