@@ -76,7 +76,7 @@ class TransportSettings(Section):
     # set, so that several payloads are on their way at a time.
     bucket_bytes: Bytes = Field(default_factory=lambda known: ByteSize(max(1, known["staging_bytes"] // 16)))
     # auto: ranks of one host and domain exchange through shared memory. off: over TCP, as between hosts.
-    shared_memory: Annotated[SharedMemory, BeforeValidator(_off)] = "auto"
+    shared_memory: Annotated[SharedMemory, BeforeValidator(_off_is_a_word)] = "auto"
     # Seconds that a phase of the refit may take: meeting, planning, a whole transfer with its verification.
     timeout_s: Annotated[Number, Field(gt=0)] = 300.0
     # What is compared after the transfer: nothing, a checksum of a sample of the boxes, or of all.
