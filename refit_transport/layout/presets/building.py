@@ -10,9 +10,8 @@ from refit_transport.layout.box import Box, Span
 from refit_transport.layout.layout import piece_of_its_own
 from refit_transport.layout.manifest import Manifest, Piece, RankManifest, Role, TensorSpec
 from refit_transport.layout.parallelism import Misfit, Size
-from refit_transport.layout.presets.cuts import Cut, Vocabulary
+from refit_transport.layout.presets.cuts import WHOLE, Cut, Vocabulary
 from refit_transport.layout.presets.model import LogicalModel, LogicalTensor
-
 
 Place = TypeVar("Place", bound=Hashable)
 
@@ -27,19 +26,32 @@ class Share:
 
 @dataclass(slots=True)
 class Pieces:
-    """The pieces of tensors by share: ranks that hold the same box share the very same piece."""
+    """The pieces of tensors by share: ranks that hold the same box share the very same piece.
 
-    known: dict[Hashable, tuple[Piece, ...]] = field(default_factory=dict)
+    `cuts` has each tensor's cut. Layers repeat, so boxes are worked out once for each kind of tensor.
+    """
 
-    def of(self, tensor: LogicalTensor, cut: Cut, share: Share, experts: Span | None) -> tuple[Piece, ...]:
+    cuts: Mapping[str, Cut]
+    _kinds: dict[Hashable, int] = field(default_factory=dict)
+    _kind_of: dict[str, int] = field(default_factory=dict)
+    _boxes: dict[Hashable, tuple[Box, ...]] = field(default_factory=dict)
+    _pieces: dict[Hashable, tuple[Piece, ...]] = field(default_factory=dict)
+
+    def of(self, tensor: LogicalTensor, share: Share, experts: Span | None) -> tuple[Piece, ...]:
         """A rank's pieces of a tensor; `experts` are the experts it has, None where dim 0 counts none."""
-        key = (tensor.name, cut, share, experts)
-        if key not in self.known:
+        name, cut = tensor.name, self.cuts[tensor.name]
+        if name not in self._kind_of:
+            self._kind_of[name] = self._kinds.setdefault((tensor.shape, cut), len(self._kinds))
+        key = (self._kind_of[name], Share(1, 0) if cut is WHOLE else share, experts)
+        if key not in self._boxes:
             boxes = cut.boxes(tensor.shape, parts=share.parts, index=share.index)
             if experts is not None:
                 boxes = tuple(Box((experts, *box.spans[1:])) for box in boxes if experts.size)
-            self.known[key] = tuple(piece_of_its_own(tensor.name, box) for box in boxes)
-        return self.known[key]
+            self._boxes[key] = boxes
+        named = (name, *key[1:])
+        if named not in self._pieces:
+            self._pieces[named] = tuple(piece_of_its_own(name, box) for box in self._boxes[key])
+        return self._pieces[named]
 
 
 def padded_to(cut: Cut, multiple: int) -> Cut:

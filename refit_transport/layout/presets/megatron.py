@@ -41,7 +41,7 @@ def source_manifest(
     """
     require_fit(misfits(model, parallelism, world_size=world_size))
     multiple = make_vocab_size_divisible_by * parallelism.tensor
-    pieces = Pieces()
+    pieces = Pieces({each.name: padded_to(each.row.trained, multiple) for each in model.main})
     places = [place_of(rank, parallelism, world_size=world_size) for rank in range(world_size)]
     stages = _by_stage(model, parallelism)
     held = {}
@@ -49,7 +49,7 @@ def source_manifest(
         found: list[Piece] = []
         for tensor in stages[place.stage]:
             share, experts = _share(tensor, parallelism, place)
-            found += pieces.of(tensor, padded_to(tensor.row.trained, multiple), share, experts)
+            found += pieces.of(tensor, share, experts)
         held[place] = tuple(found)
     return join("source", places, held, first=first_rank, dtype=dtype, tensors=model.main)
 

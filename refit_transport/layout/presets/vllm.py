@@ -46,13 +46,13 @@ def target_manifest(
     cut = parallelism
     require_fit(misfits(model, cut))
     places = [(rank % cut.tensor, rank % cut.expert) for rank in range(cut.ranks)]
-    pieces = Pieces()
+    pieces = Pieces({each.name: padded_to(each.row.served, VOCABULARY_MULTIPLE) for each in model.main})
     held = {}
     for place in dict.fromkeys(places):
         found: list[Piece] = []
         for tensor in model.main:
             share, experts = _share(tensor, cut, *place)
-            found += pieces.of(tensor, padded_to(tensor.row.served, VOCABULARY_MULTIPLE), share, experts)
+            found += pieces.of(tensor, share, experts)
         held[place] = tuple(found)
     return join("target", places, held, first=first_rank, dtype=dtype, tensors=model.main)
 
