@@ -55,7 +55,7 @@ class Even:
     blocks: tuple[Block, ...]
 
     def boxes(self, shape: tuple[int, ...], *, parts: int, index: int) -> tuple[Box, ...]:
-        """One box per block, or fewer where they touch."""
+        """One box per block."""
         spans, start = [], 0
         for block in self.blocks:
             share = block.size // parts
@@ -164,12 +164,6 @@ def _divides_or_multiplies(block: Block, parts: int) -> str | None:
 
 
 def _along(shape: tuple[int, ...], dim: int, spans: list[Span]) -> tuple[Box, ...]:
-    """The boxes that have these spans, ascending, in `dim`; spans that touch become one, empty ones none."""
-    merged: list[Span] = []
-    for span in spans:
-        if merged and merged[-1].stop == span.start:
-            merged[-1] = Span(merged[-1].start, span.stop)
-        elif span.size:
-            merged.append(span)
+    """The boxes that have these spans in `dim`; empty ones are dropped."""
     full = Box.full(shape).spans
-    return tuple(Box((*full[:dim], span, *full[dim + 1 :])) for span in merged)
+    return tuple(Box((*full[:dim], span, *full[dim + 1 :])) for span in spans if span.size)

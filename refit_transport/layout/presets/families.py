@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+from refit_transport.layout.model_shape import FAMILIES as QWEN_FAMILIES
+from refit_transport.layout.model_shape import ModelShape
 from refit_transport.layout.presets import blocks
 from refit_transport.layout.presets.cuts import Vocabulary
 from refit_transport.layout.presets.facts import Facts
@@ -30,24 +32,26 @@ class Outline:
     vision: Rows = ()
 
 
-def dense(facts: Facts, *, bias: bool | None, qk_norm: bool) -> Outline:
-    """Llama, Mistral, Qwen2 and Qwen3. Without a fixed `bias` the config says whether q, k, v and o have one."""
-    own = facts.flag("attention_bias")
-    attention = blocks.grouped_query_attention(
-        facts, bias=own if bias is None else bias, output_bias=own and bias is None, qk_norm=qk_norm, gated=False
-    )
+def llama(facts: Facts) -> Outline:
+    """Llama and Mistral: the config says whether q, k, v and o have a bias."""
+    bias = facts.flag("attention_bias")
+    attention = blocks.grouped_query_attention(facts, bias=bias, output_bias=bias, qk_norm=False, gated=False)
     layer = _layer(facts, self_attn=attention, mlp=blocks.dense_mlp(facts))
     return _decoder(facts, [layer] * facts.size("num_hidden_layers"))
 
 
-def qwen3_moe(facts: Facts) -> Outline:
-    """Qwen3 with experts, in all layers or some."""
-    attention = blocks.grouped_query_attention(facts, bias=False, output_bias=False, qk_norm=True, gated=False)
-    dense_only, step = frozenset(facts.get("mlp_only_layers") or ()), facts.size("decoder_sparse_step", default=1)
-    kinds = [number not in dense_only and (number + 1) % step == 0 for number in range(facts.size("num_hidden_layers"))]
-    sparse = _layer(facts, self_attn=attention, mlp=blocks.qwen_moe(facts, packed=False)) if any(kinds) else ()
-    plain = () if all(kinds) else _layer(facts, self_attn=attention, mlp=blocks.dense_mlp(facts))
-    return _decoder(facts, [sparse if kind else plain for kind in kinds])
+def qwen(shape: ModelShape) -> Outline:
+    """Qwen2, Qwen3 and Qwen3 with experts in all layers or some: what a configuration can train."""
+    facts = _facts_of(shape)
+    attention = blocks.grouped_query_attention(
+        facts, bias=shape.qkv_bias, output_bias=False, qk_norm=shape.qk_norm, gated=False
+    )
+    sparse, layers = frozenset(shape.moe_layers), range(shape.layers)
+    kinds = {
+        True: _layer(facts, self_attn=attention, mlp=blocks.qwen_moe(facts, packed=False)) if sparse else (),
+        False: _layer(facts, self_attn=attention, mlp=blocks.dense_mlp(facts)),
+    }
+    return _decoder(facts, [kinds[number in sparse] for number in layers])
 
 
 def qwen_hybrid(facts: Facts, *, prefix: str, packed: bool) -> Outline:
@@ -151,12 +155,31 @@ def nemotron_h(facts: Facts) -> Outline:
     )
 
 
+def _qwen_of(facts: Facts) -> Outline:
+    return qwen(ModelShape.from_config(facts.config, source=facts.source))
+
+
+def _facts_of(shape: ModelShape) -> Facts:
+    """The shape's sizes under the names of a `config.json`."""
+    config = {
+        "hidden_size": shape.hidden,
+        "vocab_size": shape.vocab,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "intermediate_size": shape.intermediate,
+        "num_experts": shape.experts,
+        "moe_intermediate_size": shape.moe_intermediate,
+        "shared_expert_intermediate_size": shape.shared_intermediate,
+        "tie_word_embeddings": shape.tied,
+    }
+    return Facts(config, shape.architecture)
+
+
 FAMILIES: Mapping[str, Callable[[Facts], Outline]] = {
-    "LlamaForCausalLM": partial(dense, bias=None, qk_norm=False),
-    "MistralForCausalLM": partial(dense, bias=False, qk_norm=False),
-    "Qwen2ForCausalLM": partial(dense, bias=True, qk_norm=False),
-    "Qwen3ForCausalLM": partial(dense, bias=None, qk_norm=True),
-    "Qwen3MoeForCausalLM": qwen3_moe,
+    "LlamaForCausalLM": llama,
+    "MistralForCausalLM": llama,
+    **{family.architecture: _qwen_of for family in QWEN_FAMILIES},
     "Qwen3NextForCausalLM": partial(qwen_hybrid, prefix="model.", packed=True),
     "Qwen3_5MoeForConditionalGeneration": partial(qwen_hybrid, prefix="model.language_model.", packed=False),
     "DeepseekV3ForCausalLM": deepseek,

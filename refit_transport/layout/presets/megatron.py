@@ -19,7 +19,15 @@ from refit_transport.layout.parallelism import (
     stage_misfits,
 )
 from refit_transport.layout.placement import even_split
-from refit_transport.layout.presets.building import Pieces, Share, expert_misfits, join, padded_to, width_misfits
+from refit_transport.layout.presets.building import (
+    Granularity,
+    Pieces,
+    Share,
+    expert_misfits,
+    join,
+    padded_to,
+    width_misfits,
+)
 from refit_transport.layout.presets.model import LogicalModel, LogicalTensor
 
 
@@ -31,17 +39,27 @@ def source_manifest(
     dtype: str = "bfloat16",
     first_rank: int = 0,
     make_vocab_size_divisible_by: int = 1,
+    granularity: Granularity = "merged",
 ) -> Manifest:
-    """The training side on ranks `first_rank` and up: one piece per rectangle, whatever parameters it lies in.
+    """The training side on ranks `first_rank` and up.
 
-    Replicas (data and context parallelism) share their tuples. Buffers are symbolic.
+    With granularity "as_loaded" the same tensors and boxes that `sources.megatron.MegatronSource` describes on every
+    rank. Buffers are symbolic, one per piece. Replicas (data and context parallelism) share their tuples.
 
     Raises:
         ConfigError: the model can't be cut so; gives all reasons.
+
+    >>> from refit_transport.layout.model_shape import ModelShape
+    >>> model = LogicalModel.from_shape(ModelShape("Qwen3ForCausalLM", 2, 64, 250, 4, 2, 16, 96))
+    >>> manifest = source_manifest(model, MegatronParallelism(2, pipeline=2), world_size=4)
+    >>> [piece.tensor for piece in manifest.ranks[3].pieces if "layers" not in piece.tensor]
+    ['model.norm.weight', 'lm_head.weight']
+    >>> next(piece.box for piece in manifest.ranks[3].pieces if "lm_head" in piece.tensor)
+    Box.of((125, 250), (0, 64))
     """
     require_fit(misfits(model, parallelism, world_size=world_size))
     multiple = make_vocab_size_divisible_by * parallelism.tensor
-    pieces = Pieces({each.name: padded_to(each.row.trained, multiple) for each in model.main})
+    pieces = Pieces({each.name: padded_to(each.row.trained, multiple) for each in model.main}, granularity)
     places = [place_of(rank, parallelism, world_size=world_size) for rank in range(world_size)]
     stages = _by_stage(model, parallelism)
     held = {}

@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
+from refit_transport.layout.model_shape import ModelShape
 from refit_transport.layout.presets.facts import Facts
-from refit_transport.layout.presets.families import FAMILIES, Outline
+from refit_transport.layout.presets.families import FAMILIES, Outline, qwen
 from refit_transport.layout.presets.rows import Group, Row
 
 Part = Literal["main", "drafter", "vision"]
@@ -74,7 +75,15 @@ class LogicalModel:
         architecture = next((name for name in FAMILIES if isinstance(named, list) and name in named), None)
         if architecture is None:
             raise facts.error("architectures", str(named), _unsupported(named))
-        outline = FAMILIES[architecture](facts)
+        return cls._of(architecture, FAMILIES[architecture](facts))
+
+    @classmethod
+    def from_shape(cls, shape: ModelShape) -> Self:
+        """The tensors of a model that a configuration can train."""
+        return cls._of(shape.architecture, qwen(shape))
+
+    @classmethod
+    def _of(cls, architecture: str, outline: Outline) -> Self:
         return cls(architecture, len(outline.layers), tuple(_tensors(outline)))
 
     @property

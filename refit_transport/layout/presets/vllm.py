@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from refit_transport.layout.box import Span
 from refit_transport.layout.manifest import Manifest, Piece
 from refit_transport.layout.parallelism import Misfit, require_fit
-from refit_transport.layout.presets.building import Pieces, Share, expert_misfits, join, padded_to, width_misfits
+from refit_transport.layout.presets.building import (
+    Granularity,
+    Pieces,
+    Share,
+    expert_misfits,
+    join,
+    padded_to,
+    width_misfits,
+)
 from refit_transport.layout.presets.model import LogicalModel, LogicalTensor
 
 VOCABULARY_MULTIPLE = 64
@@ -34,19 +42,34 @@ class EngineParallelism:
 
 
 def target_manifest(
-    model: LogicalModel, parallelism: EngineParallelism, *, first_rank: int, dtype: str = "bfloat16"
+    model: LogicalModel,
+    parallelism: EngineParallelism,
+    *,
+    first_rank: int,
+    dtype: str = "bfloat16",
+    granularity: Granularity = "merged",
 ) -> Manifest:
-    """The generation side on ranks `first_rank` and up: one piece per rectangle, whatever parameters it lies in.
+    """The generation side on ranks `first_rank` and up, engine by engine; an engine has one pipeline stage.
 
-    Replicas share their tuples. Buffers are symbolic.
+    With granularity "as_loaded" the same tensors and boxes that `targets.vllm.VllmTarget` describes on every rank. What
+    a trace of the loader alone can know, it can't: tensors that must arrive whole, and layers of a private layout.
+    Buffers are symbolic, one per piece. Replicas share their tuples.
 
     Raises:
         ConfigError: the model can't be cut so; gives all reasons.
+
+    Two ranks, one key-value head, 250 rows of vocabulary padded to 256:
+
+    >>> from refit_transport.layout.model_shape import ModelShape
+    >>> model = LogicalModel.from_shape(ModelShape("Qwen3ForCausalLM", 1, 64, 250, 4, 1, 16, 96))
+    >>> rank = target_manifest(model, EngineParallelism(tensor=2), first_rank=0).ranks[1]
+    >>> [str(piece.box) for piece in rank.pieces if piece.tensor.endswith(("lm_head.weight", "k_proj.weight"))]
+    ['[0:16, 0:64]', '[128:250, 0:64]']
     """
     cut = parallelism
     require_fit(misfits(model, cut))
     places = [(rank % cut.tensor, rank % cut.expert) for rank in range(cut.ranks)]
-    pieces = Pieces({each.name: padded_to(each.row.served, VOCABULARY_MULTIPLE) for each in model.main})
+    pieces = Pieces({each.name: padded_to(each.row.served, VOCABULARY_MULTIPLE) for each in model.main}, granularity)
     held = {}
     for place in dict.fromkeys(places):
         found: list[Piece] = []
