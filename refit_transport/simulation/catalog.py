@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -43,6 +43,13 @@ def model_names() -> tuple[str, ...]:
 def system_names() -> tuple[str, ...]:
     """The systems that ship."""
     return tuple(_read("systems.json"))
+
+
+def catalog_entry(name: str) -> Mapping[str, Any]:
+    """What the package data say of a model: `config`, `parameters` (published), `parameters_from`, and where it is on
+    the Hub (`checkpoint`) or what it stands for (`stand_in`)."""
+    entry: Mapping[str, Any] = _read("models.json")[name]
+    return entry
 
 
 def find_model(name: str) -> CatalogModel:

@@ -12,15 +12,20 @@ from refit_transport.layout.parallelism import MegatronParallelism
 from refit_transport.layout.presets.vllm import EngineParallelism
 
 _SIZE = re.compile(r"^(?P<key>[a-z]+)[=:]?(?P<value>\d+)$")
-_TRAINING = ("tp", "pp", "vpp", "ep", "etp", "cp", "dp", "first", "last")
+_TRAINING = ("tp", "pp", "vpp", "ep", "etp", "cp", "dp", "first", "last", "fsdp")
 _SERVING = ("tp", "dp", "ep")
+
+
+@dataclass(frozen=True, slots=True)
+class FullySharded:
+    """FSDP2: every rank holds a share of dim 0 of each tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingSizes:
     """A training layout and the number of its ranks."""
 
-    parallelism: MegatronParallelism
+    parallelism: MegatronParallelism | FullySharded
     ranks: int
 
 
@@ -28,7 +33,7 @@ def training_sizes(text: str, *, ranks: int | None = None) -> TrainingSizes:
     """Parses a Megatron layout: tp, pp, vpp, ep, etp, cp, dp; `first` and `last` count the layers of those stages.
 
     `etp` is 1 unless given, as in RL recipes (Megatron's own default is tp). Without dp the layout fills `ranks`, or
-    takes as few as it needs.
+    takes as few as it needs. `fsdp` alone is FSDP2 on that many ranks.
 
     Raises:
         ConfigError: an unknown, doubled or misspelt size, or sizes that aren't `ranks` ranks.
@@ -37,6 +42,8 @@ def training_sizes(text: str, *, ranks: int | None = None) -> TrainingSizes:
     (256, 256)
     """
     sizes = _parse(text, "source", _TRAINING)
+    if "fsdp" in sizes:
+        return _fully_sharded(text, sizes, ranks)
     tensor, pipeline, context = sizes.get("tp", 1), sizes.get("pp", 1), sizes.get("cp", 1)
     expert, expert_tensor = sizes.get("ep", 1), sizes.get("etp", 1)
     stage = tensor * context * sizes["dp"] if "dp" in sizes else lcm(tensor * context, expert * expert_tensor)
@@ -73,6 +80,14 @@ def serving_sizes(text: str, *, ranks: int | None = None) -> EngineParallelism:
         needed = f"exactly {total}" if "dp" in sizes else f"a multiple of {smallest}"
         raise _error("target", text, f"needs {needed} generation ranks (got {ranks})")
     return EngineParallelism(tensor, total // tensor, expert)
+
+
+def _fully_sharded(text: str, sizes: dict[str, int], ranks: int | None) -> TrainingSizes:
+    if len(sizes) > 1:
+        raise _error("source", text, "has fsdp beside other sizes")
+    if ranks not in (None, sizes["fsdp"]):
+        raise _error("source", text, f"needs exactly {sizes['fsdp']} training ranks (got {ranks})")
+    return TrainingSizes(FullySharded(), sizes["fsdp"])
 
 
 def _parse(text: str, side: str, known: Iterable[str]) -> dict[str, int]:
