@@ -15,6 +15,12 @@ from refit_transport.simulation.methods import METHODS
 from refit_transport.simulation.study import Comparison, Study
 
 
+_LEGEND = (
+    "flat: from the first holder, no pass of the schedule; coverage ffn: FFN projections shard-to-shard, then the rest "
+    "gathered and broadcast; coverage all: everything shard-to-shard"
+)
+
+
 def ask_of(
     model: str | None,
     source: str | None,
@@ -44,7 +50,7 @@ def ask_of(
 def render_study(study: Study) -> Group:
     """One table of methods, and what it rests on."""
     ask = study.ask
-    title = f"{study.model}: {ask.source} on {study.sources} ranks -> {ask.target} on {study.targets}, {ask.system}"
+    title = f"{study.title}: {ask.source} on {study.sources} ranks -> {ask.target} on {study.targets}, {ask.system}"
     table = Table(title=title, title_justify="left")
     table.add_column("method", overflow="fold")
     for column in ("busiest NIC", "network", "seconds", "of the bound", "staging at most"):
@@ -59,7 +65,7 @@ def render_study(study: Study) -> Group:
             sized(each.staging_bytes),
         )
     moved = f"moved: {sized(study.nbytes)}, FFN projections {study.ffn_share:.1%}; bound {study.bound:.3f} s"
-    lines = [moved, f"assumed: {study.domains} fast domains, a NIC per rank, payload at the full link rate"]
+    lines = [moved, _LEGEND, f"assumed: {study.domains} fast domains, a NIC per rank, payload at the full link rate"]
     return Group(table, *lines, *_marks([study]))
 
 

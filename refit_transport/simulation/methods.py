@@ -24,10 +24,10 @@ Method = Literal["broadcast_single", "broadcast", "flat", "hybrid", "full"]
 
 METHODS: Mapping[Method, str] = {
     "broadcast_single": "gather and broadcast, one chain",
-    "broadcast": "gather and broadcast, a chain per NIC of a domain",
-    "flat": "point-to-point from the first holder, no passes",
-    "hybrid": "coverage ffn: FFN shard-to-shard, the rest gathered and broadcast",
-    "full": "coverage all: everything shard-to-shard",
+    "broadcast": "gather and broadcast, a chain per NIC",
+    "flat": "flat point-to-point",
+    "hybrid": "coverage ffn",
+    "full": "coverage all",
 }
 
 CHUNK_BYTES = 16 << 20

@@ -28,6 +28,11 @@ class Study:
     bound: float
     predictions: tuple[Prediction, ...]
 
+    @property
+    def title(self) -> str:
+        """The model's name, marked where it is a stand-in."""
+        return f"{self.model} (stand-in)" if self.stand_in else self.model
+
     def of(self, method: Method) -> Prediction:
         """The prediction of one method."""
         return next(prediction for prediction in self.predictions if prediction.method == method)
