@@ -133,6 +133,45 @@ def plan(config: ConfigFile, *, overrides: Overrides = None, as_json: AsJson = F
 
 
 @app.command()
+def simulate(
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="A model that ships, or a folder or config.json of one.")
+    ] = None,
+    *,
+    source: Annotated[str | None, typer.Option(help="Training layout, such as 'pp16 ep16'.")] = None,
+    target: Annotated[str | None, typer.Option(help="Generation layout, such as 'tp32 dp8'.")] = None,
+    system: Annotated[str, typer.Option(help="The machine, such as dgx-h100.")] = "dgx-h100",
+    sources: Annotated[int | None, typer.Option(help="Training ranks; as few as the layout needs.")] = None,
+    targets: Annotated[int | None, typer.Option(help="Generation ranks; as few as the layout needs.")] = None,
+    domain: Annotated[int | None, typer.Option(min=1, help="GPUs with fast links, if not the system's own.")] = None,
+    published: Annotated[bool, typer.Option("--published", help="Run every published row instead.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Predict a refit of a full-size model by every method; nothing is started or loaded."""
+    from rich.console import Console
+
+    from refit_transport.cli_simulate import ask_of, render_comparisons, render_study
+    from refit_transport.simulation.study import compare_published, simulate_refit
+
+    console = Console(markup=False, highlight=False)
+    if published:
+        with progress() as announce:
+            rows = list(compare_published(announce=announce))
+        if as_json:
+            print_json([row.to_json() for row in rows])
+        else:
+            console.print(render_comparisons(rows))
+        return
+    ask = ask_of(model, source, target, system=system, sources=sources, targets=targets, domain=domain)
+    with progress() as announce:
+        study = simulate_refit(ask, announce=announce)
+    if as_json:
+        print_json(study.to_json())
+    else:
+        console.print(render_study(study))
+
+
+@app.command()
 def run(config: ConfigFile, *, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Train, refit and compare both sides, as often as `refit_run` says, on Ray."""
     checked = load(config, overrides)

@@ -9,14 +9,15 @@ from typing import Any
 from refit_transport.config.model import model_shape
 from refit_transport.config.schema import RefitConfig
 from refit_transport.layout.manifest import RankRole
+from refit_transport.layout.presets.megatron import source_manifest
+from refit_transport.layout.presets.model import LogicalModel
+from refit_transport.layout.presets.vllm import EngineParallelism, target_manifest
 from refit_transport.planning.routing import Route
 from refit_transport.refit_plan import RefitPlan
 from refit_transport.report import PlanSummary
 from refit_transport.scheduling.schedule import Traffic, total_traffic
 from refit_transport.scheduling.topology import Topology
-from refit_transport.sources.megatron_preset import megatron_manifest
 from refit_transport.sources.naming import check_complete
-from refit_transport.targets.vllm_preset import vllm_manifest
 from refit_transport.transports.base import Footprint, Job
 
 Announce = Callable[[str], None]
@@ -126,24 +127,25 @@ def preset_job(config: RefitConfig) -> Job:
     Raises:
         ConfigError, LayoutError: as `preview`.
     """
-    model = model_shape(config)
-    source = megatron_manifest(
+    shape = model_shape(config)
+    model = LogicalModel.from_shape(shape)
+    source = source_manifest(
         model,
         config.policy.megatron_cfg.parallelism,
         world_size=config.training_ranks,
         dtype=config.policy.precision,
         make_vocab_size_divisible_by=config.policy.megatron_cfg.make_vocab_size_divisible_by,
+        granularity="as_loaded",
     )
-    check_complete(source, model)
+    check_complete(source, shape)
     vllm = config.policy.generation.vllm_cfg
-    target = vllm_manifest(
-        source.tensors,
+    tensor = vllm.tensor_parallel_size
+    target = target_manifest(
         model,
-        tensor_parallel=vllm.tensor_parallel_size,
-        expert_parallel=vllm.expert_parallel_size > 1,
-        engines=config.engines,
+        EngineParallelism(tensor, config.engines, tensor if vllm.expert_parallel_size > 1 else 1),
         first_rank=config.training_ranks,
         dtype=config.vllm_precision,
+        granularity="as_loaded",
     )
     return Job(source, target, _topology(config), config.refit_settings())
 

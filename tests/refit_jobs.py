@@ -23,11 +23,12 @@ from refit_transport.errors import LayoutError
 from refit_transport.fabrics.program import Binding
 from refit_transport.layout.model_shape import ModelShape
 from refit_transport.layout.parallelism import MegatronParallelism
+from refit_transport.layout.presets.megatron import source_manifest
+from refit_transport.layout.presets.model import LogicalModel
+from refit_transport.layout.presets.vllm import EngineParallelism, target_manifest
 from refit_transport.refit_plan import RefitPlan
 from refit_transport.report import PlanSummary
 from refit_transport.scheduling.topology import Topology
-from refit_transport.sources.megatron_preset import megatron_manifest
-from refit_transport.targets.vllm_preset import vllm_manifest
 from refit_transport.transports.base import Job
 from refit_transport.views import piece_view
 
@@ -167,15 +168,16 @@ class RunningCase:
         """What presets of both sides say beforehand."""
         case, settings = self.case, self.settings(**changes)
         model = ModelShape.from_config(read_config(self.folder))
-        source = megatron_manifest(model, case.train, world_size=self.policy.count, dtype=case.dtype)
-        target = vllm_manifest(
-            source.tensors,
-            model,
-            tensor_parallel=case.tensor,
-            expert_parallel=case.expert_parallel,
-            engines=case.engines,
+        logical, expert = LogicalModel.from_shape(model), case.tensor if case.expert_parallel else 1
+        source = source_manifest(
+            logical, case.train, world_size=self.policy.count, dtype=case.dtype, granularity="as_loaded"
+        )
+        target = target_manifest(
+            logical,
+            EngineParallelism(case.tensor, case.engines, expert),
             first_rank=self.policy.count,
             dtype=case.dtype,
+            granularity="as_loaded",
         )
         return RefitPlan(Job(source, target, Topology.of(settings.domains or ()), settings)).summary()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, Self
 
 from refit_transport.errors import LayoutError
@@ -97,6 +97,13 @@ class RankManifest:
     pieces: tuple[Piece, ...]
     opaque: tuple[Opaque, ...] = ()
 
+    def replica(self, rank: int) -> Self:
+        """The manifest of another rank that holds the same; it shares the tuples and isn't checked again."""
+        copy = object.__new__(type(self))
+        for field in fields(self):
+            object.__setattr__(copy, field.name, rank if field.name == "rank" else getattr(self, field.name))
+        return copy
+
     def __post_init__(self) -> None:
         whole = {spec.name: spec.box for spec in self.tensors}
         for piece in self.pieces:
@@ -126,11 +133,15 @@ class Manifest:
         if not ranks:
             raise LayoutError("", -1, "at least one rank", "none")
         specs: dict[str, TensorSpec] = {}
+        joined: set[int] = set()
         for previous, manifest in zip((None, *ranks), ranks, strict=False):
             if previous is not None and previous.rank == manifest.rank:
                 raise LayoutError("", manifest.rank, "each rank once", "it twice")
             if manifest.role != ranks[0].role:
                 raise LayoutError("", manifest.rank, f"role {ranks[0].role}", manifest.role)
+            if id(manifest.tensors) in joined:  # Replicas share one tuple.
+                continue
+            joined.add(id(manifest.tensors))
             for spec in manifest.tensors:
                 known = specs.setdefault(spec.name, spec)
                 if known != spec:

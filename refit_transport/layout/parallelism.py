@@ -8,10 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from refit_transport.errors import ConfigError, Violation
 from refit_transport.layout.model_shape import ModelShape
+
+
+class Layered(Protocol):
+    """What has a number of layers."""
+
+    @property
+    def layers(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +167,7 @@ def check_parallelism(model: ModelShape, parallelism: MegatronParallelism, *, wo
     tensor parallel size 3 must divide, or be a multiple of, the model's 2 key-value heads
     """
     cut = parallelism
-    return tuple(_below_one(cut)) or (
+    return tuple(size_misfits(cut)) or (
         *dense_rank_misfits(world_size, tensor=cut.tensor, pipeline=cut.pipeline),
         *expert_rank_misfits(world_size, pipeline=cut.pipeline, expert=cut.expert, expert_tensor=cut.experts_over),
         *sequence_misfits(tensor=cut.tensor, sequence_parallel=cut.sequence_parallel),
@@ -200,7 +207,8 @@ def require_fit(misfits: Iterable[Misfit]) -> None:
         raise ConfigError("parallelism", violations)
 
 
-def _below_one(cut: MegatronParallelism) -> Iterator[Misfit]:
+def size_misfits(cut: MegatronParallelism) -> Iterator[Misfit]:
+    """Every size is at least 1."""
     sizes: dict[Size, int] = {
         "tensor": cut.tensor,
         "pipeline": cut.pipeline,
@@ -248,7 +256,7 @@ def width_misfits(model: ModelShape, *, tensor: int) -> Iterator[Misfit]:
 
 
 def stage_misfits(
-    model: ModelShape, *, pipeline: int, virtual_pipeline: int, first_stage_layers: int, last_stage_layers: int
+    model: Layered, *, pipeline: int, virtual_pipeline: int, first_stage_layers: int, last_stage_layers: int
 ) -> Iterator[Misfit]:
     """Every stage has layers, as many as the next but for the first and the last where they are set (0: not set)."""
     chosen: dict[Size, int] = {"first_stage_layers": first_stage_layers, "last_stage_layers": last_stage_layers}

@@ -13,7 +13,6 @@ from typing import Literal
 from refit_transport.layout.model_shape import ModelShape
 
 Scope = Literal["model", "layer", "dense_layer", "moe_layer"]
-Cut = Literal["none", "rows", "each_part", "columns"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +30,8 @@ class Row:
     `keys` are its spellings inside the scope: the normalised (TransformerEngine) one first. `row_dim` is the dim of the
     checkpoint tensor whose elements are Megatron's rows: 1 where experts are stacked in dim 0. `groups` and `needs` are
     `ModelShape` sizes: the number of blocks of rows, and a size or flag without which the parameter doesn't exist.
-    `padded` allows Megatron more rows than the checkpoint has; they are no logical elements.
-
-    `cut` says what the tensor-parallel group divides (the expert-tensor group where experts are stacked, which the
-    expert group divides besides): the fused rows, the rows of each part by itself, the columns, or nothing. Only
-    presets need it; a live model says itself what it holds.
+    `padded` allows Megatron more rows than the checkpoint has; they are no logical elements. How ranks divide a
+    parameter isn't said here: a live model says it itself.
     """
 
     scope: Scope
@@ -45,7 +41,6 @@ class Row:
     row_dim: int = 0
     needs: str = "1"
     padded: bool = False
-    cut: Cut = "none"
 
     def exists(self, model: ModelShape, layer: int) -> bool:
         """Whether the model has this parameter, in this layer (any number where the scope is the model)."""
@@ -64,7 +59,6 @@ TABLE: tuple[Row, ...] = (
         ("embedding.word_embeddings.weight",),
         (Part("model.embed_tokens.weight", ("vocab", "hidden")),),
         padded=True,
-        cut="rows",
     ),
     Row("model", ("decoder.final_layernorm.weight",), (Part("model.norm.weight", ("hidden",)),)),
     Row(
@@ -73,7 +67,6 @@ TABLE: tuple[Row, ...] = (
         (Part("lm_head.weight", ("vocab", "hidden")),),
         needs="untied",
         padded=True,
-        cut="rows",
     ),
     Row(
         "layer",
@@ -89,7 +82,6 @@ TABLE: tuple[Row, ...] = (
             Part("self_attn.v_proj.weight", ("kv_rows", "hidden")),
         ),
         groups="kv_heads",
-        cut="rows",
     ),
     Row(
         "layer",
@@ -101,7 +93,6 @@ TABLE: tuple[Row, ...] = (
         ),
         groups="kv_heads",
         needs="qkv_bias",
-        cut="rows",
     ),
     Row(
         "layer",
@@ -119,7 +110,6 @@ TABLE: tuple[Row, ...] = (
         "layer",
         ("self_attention.linear_proj.weight",),
         (Part("self_attn.o_proj.weight", ("hidden", "q_rows")),),
-        cut="columns",
     ),
     Row(
         "layer",
@@ -133,13 +123,11 @@ TABLE: tuple[Row, ...] = (
             Part("mlp.gate_proj.weight", ("intermediate", "hidden")),
             Part("mlp.up_proj.weight", ("intermediate", "hidden")),
         ),
-        cut="each_part",
     ),
     Row(
         "dense_layer",
         ("mlp.linear_fc2.weight",),
         (Part("mlp.down_proj.weight", ("hidden", "intermediate")),),
-        cut="columns",
     ),
     Row("moe_layer", ("mlp.router.weight",), (Part("mlp.gate.weight", ("experts", "hidden")),)),
     Row(
@@ -150,14 +138,12 @@ TABLE: tuple[Row, ...] = (
             Part("mlp.experts.up_proj.weight", ("experts", "moe_intermediate", "hidden")),
         ),
         row_dim=1,
-        cut="each_part",
     ),
     Row(
         "moe_layer",
         ("mlp.experts.experts.linear_fc2.weight",),
         (Part("mlp.experts.down_proj.weight", ("experts", "hidden", "moe_intermediate")),),
         row_dim=1,
-        cut="columns",
     ),
     Row(
         "moe_layer",
@@ -167,14 +153,12 @@ TABLE: tuple[Row, ...] = (
             Part("mlp.shared_expert.up_proj.weight", ("shared_intermediate", "hidden")),
         ),
         needs="shared_intermediate",
-        cut="each_part",
     ),
     Row(
         "moe_layer",
         ("mlp.shared_experts.linear_fc2.weight",),
         (Part("mlp.shared_expert.down_proj.weight", ("hidden", "shared_intermediate")),),
         needs="shared_intermediate",
-        cut="columns",
     ),
     Row(
         "moe_layer",

@@ -24,7 +24,8 @@ from rank_pool import RankPool
 from refit_transport.layout.manifest import Manifest
 from refit_transport.layout.model_shape import ModelShape
 from refit_transport.layout.parallelism import MegatronParallelism
-from refit_transport.sources.megatron_preset import megatron_manifest
+from refit_transport.layout.presets.megatron import source_manifest
+from refit_transport.layout.presets.model import LogicalModel
 
 LEARNING_RATE = 1e-3
 
@@ -101,12 +102,13 @@ def test_a_layout_holds_trains_and_describes_the_checkpoint(
         options={"learning_rate": LEARNING_RATE, **case.options},
     )
 
-    preset = megatron_manifest(
-        shape,
+    preset = source_manifest(
+        LogicalModel.from_shape(shape),
         case.parallelism,
         world_size=case.ranks,
         dtype="float32",
         make_vocab_size_divisible_by=case.options.get("make_vocab_size_divisible_by", 1),
+        granularity="as_loaded",
     )
     assert contents(preset) == contents(Manifest.of(outcome.snapshots["loaded"].manifest for outcome in outcomes))
     tensors = check_weights(outcomes, shape, dtype="float32")

@@ -10,18 +10,19 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from refit_transport.errors import ConfigError, LayoutError
+from refit_transport.errors import ConfigError
 from refit_transport.layout.box import Box
-from refit_transport.layout.manifest import TensorSpec
 from refit_transport.layout.model_shape import ModelShape
 from refit_transport.layout.parallelism import MegatronParallelism, check_parallelism, place_of, stage_layers
+from refit_transport.layout.presets.megatron import source_manifest
+from refit_transport.layout.presets.model import LogicalModel
+from refit_transport.layout.presets.vllm import EngineParallelism, target_manifest
 from refit_transport.planning.planner import plan_transfer
 from refit_transport.scheduling.scheduler import build_schedule
 from refit_transport.scheduling.topology import Topology
-from refit_transport.sources.megatron_preset import megatron_manifest
 from refit_transport.sources.naming import check_complete, expected_tensors
-from refit_transport.targets.vllm_preset import vllm_manifest
 
+GRANULARITIES = st.sampled_from(("as_loaded", "merged"))
 SIZES = st.sampled_from((1, 2, 4))
 DENSE = ModelShape("Qwen3ForCausalLM", 4, 8, 251, 4, 2, 2, 8, qk_norm=True)
 MOE = replace(DENSE, architecture="Qwen3MoeForCausalLM", experts=4, moe_intermediate=8, moe_layers=(0, 1, 2, 3))
@@ -70,25 +71,35 @@ def cuts(draw, model):
     return cut, ranks
 
 
-@given(models().flatmap(lambda model: st.tuples(st.just(model), cuts(model))), SIZES, st.booleans(), st.integers(1, 2))
-def test_any_two_valid_sides_fit(trained, tensor, expert_parallel, engines):
-    model, (cut, ranks) = trained
-    source = megatron_manifest(model, cut, world_size=ranks, dtype="float32", make_vocab_size_divisible_by=3)
+def trained(shape, cut, *, ranks, granularity="as_loaded", **options):
+    model = LogicalModel.from_shape(shape)
+    return source_manifest(model, cut, world_size=ranks, dtype="float32", granularity=granularity, **options)
+
+
+def served(shape, tensor=1, data=1, expert=1, *, first=0, granularity="as_loaded"):
+    parallelism = EngineParallelism(tensor, data, expert)
+    model = LogicalModel.from_shape(shape)
+    return target_manifest(model, parallelism, first_rank=first, dtype="bfloat16", granularity=granularity)
+
+
+@given(
+    models().flatmap(lambda model: st.tuples(st.just(model), cuts(model))),
+    SIZES,
+    st.booleans(),
+    st.integers(1, 2),
+    GRANULARITIES,
+)
+def test_any_two_valid_sides_fit(trained_so, tensor, expert_parallel, engines, granularity):
+    model, (cut, ranks) = trained_so
+    source = trained(model, cut, ranks=ranks, granularity=granularity, make_vocab_size_divisible_by=3)
     check_complete(source, model)
     assert set(source.tensors) == set(expected_tensors(model, dtype="float32"))
     # Every element of every tensor is on some source rank.
-    whole = vllm_manifest(source.tensors, model, tensor_parallel=1, first_rank=ranks, dtype="float32")
+    whole = served(model, first=ranks)
     plan_transfer(source, whole).check(source, whole)
 
-    target = vllm_manifest(
-        source.tensors,
-        model,
-        tensor_parallel=tensor,
-        expert_parallel=expert_parallel and bool(model.moe_layers),
-        engines=engines,
-        first_rank=ranks,
-        dtype="bfloat16",
-    )
+    expert = tensor if expert_parallel and model.moe_layers else 1
+    target = served(model, tensor, engines, expert, first=ranks, granularity=granularity)
     assert [ranked.rank for ranked in target.ranks] == list(range(ranks, ranks + engines * tensor))
     assert set(target.tensors) == {replace(spec, dtype="bfloat16") for spec in source.tensors}
     for first in range(0, engines * tensor, tensor):
@@ -112,7 +123,7 @@ def test_the_kinds_of_cut_by_hand():
     """TP2 x EP2 with experts whole on each rank, rank 1, against figures worked out on paper."""
     cut = MegatronParallelism(2, expert=2, expert_tensor=1, sequence_parallel=True)
     held = {}
-    for piece in megatron_manifest(MOE, cut, world_size=2, dtype="float32").ranks[1].pieces:
+    for piece in trained(MOE, cut, ranks=2).ranks[1].pieces:
         held.setdefault(piece.tensor.removeprefix("model.layers.0."), []).append(piece.box)
     # 251 rows are padded to 252; rank 1's second half ends at the last true row.
     assert held["model.embed_tokens.weight"] == [Box.of((126, 251), (0, 8))]
@@ -126,23 +137,30 @@ def test_the_kinds_of_cut_by_hand():
 
 
 def test_ranks_that_outnumber_the_kv_heads_share_them_in_order():
-    tensors = [TensorSpec("model.layers.0.self_attn.v_proj.weight", (4, 8), "float32")]
-    manifest = vllm_manifest(tensors, DENSE, tensor_parallel=4, engines=2, first_rank=7, dtype="float32")
-    rows = [(ranked.rank, piece.box.spans[0].start) for ranked in manifest.ranks for piece in ranked.pieces]
+    name = "model.layers.0.self_attn.v_proj.weight"
+    manifest = served(DENSE, tensor=4, data=2, first=7)
+    rows = [
+        (ranked.rank, piece.box.spans[0].start)
+        for ranked in manifest.ranks
+        for piece in ranked.pieces
+        if piece.tensor == name
+    ]
     assert rows == [(7, 0), (8, 0), (9, 2), (10, 2), (11, 0), (12, 0), (13, 2), (14, 2)]
 
 
 def test_experts_that_do_not_divide_go_to_the_first_ranks():
-    tensors = [TensorSpec("model.layers.0.mlp.experts.up_proj.weight", (7, 8, 8), "float32")]
-    manifest = vllm_manifest(tensors, MOE, tensor_parallel=4, expert_parallel=True, dtype="float32")
-    numbers = [[piece.box.spans[0].start for piece in ranked.pieces] for ranked in manifest.ranks]
+    name = "model.layers.0.mlp.experts.up_proj.weight"
+    manifest = served(replace(MOE, experts=7), tensor=4, expert=4)
+    numbers = [
+        [piece.box.spans[0].start for piece in ranked.pieces if piece.tensor == name] for ranked in manifest.ranks
+    ]
     assert numbers == [[0, 1], [2, 3], [4, 5], [6]]
 
 
 def test_a_tied_head_is_a_second_copy_on_the_last_stage():
     tied = replace(DENSE, tied=True)
     for cut, holders in ((MegatronParallelism(pipeline=4), {0, 3}), (MegatronParallelism(), {0, 1, 2, 3})):
-        manifest = megatron_manifest(tied, cut, world_size=4, dtype="float32")
+        manifest = trained(tied, cut, ranks=4)
         pieces = [(r.rank, p.tensor) for r in manifest.ranks for p in r.pieces if "layers" not in p.tensor]
         assert {rank for rank, tensor in pieces if tensor == "model.embed_tokens.weight"} == holders
         assert len(pieces) == len(set(pieces))
@@ -213,18 +231,15 @@ def test_ranks_stand_where_megatron_puts_them(cut, world_size):
             assert places == list(range(len(group))), (token, group, places)
 
 
-def test_what_a_preset_cannot_know_is_refused():
+def test_what_does_not_divide_is_refused_with_both_sizes():
     with pytest.raises(ConfigError, match="tensor parallel size: must divide the model's 4 attention heads"):
-        megatron_manifest(DENSE, MegatronParallelism(3), world_size=3, dtype="float32")
-    with pytest.raises(ConfigError, match=r"4 attention heads.*\n.*2 key-value heads"):
-        vllm_manifest((), replace(DENSE, intermediate=9), tensor_parallel=3, dtype="float32")
+        trained(DENSE, MegatronParallelism(3), ranks=3)
+    with pytest.raises(ConfigError, match=r"4 attention heads.*\n.*2 key-value heads") as refused:
+        served(replace(DENSE, intermediate=9), tensor=3)
+    assert "FFN width" not in str(refused.value)
     with pytest.raises(ConfigError, match="experts' width 6"):
-        vllm_manifest((), replace(MOE, moe_intermediate=6), tensor_parallel=4, dtype="float32")
+        served(replace(MOE, moe_intermediate=6), tensor=4)
     with pytest.raises(ConfigError, match="no experts"):
-        vllm_manifest((), DENSE, tensor_parallel=2, expert_parallel=True, dtype="float32")
-    unknown = TensorSpec("model.layers.0.mixer.A_log", (4,), "float32")
-    with pytest.raises(LayoutError, match=r"A_log.*without the engine"):
-        vllm_manifest((unknown,), DENSE, tensor_parallel=1, dtype="float32")
-    odd = TensorSpec("model.layers.0.mlp.up_proj.weight", (6, 8), "float32")
-    with pytest.raises(LayoutError, match=r"up_proj.*a size that 4 ranks divide, got 6"):
-        vllm_manifest((odd,), DENSE, tensor_parallel=4, dtype="float32")
+        served(DENSE, tensor=2, expert=2)
+    with pytest.raises(ConfigError, match="FFN width 6"):
+        served(replace(DENSE, intermediate=6), tensor=4)

@@ -12,9 +12,9 @@ import pytest
 from preset_checks import contents
 
 from refit_transport.layout.manifest import Manifest, TensorSpec
-from refit_transport.layout.model_shape import ModelShape
+from refit_transport.layout.presets.model import LogicalModel
+from refit_transport.layout.presets.vllm import EngineParallelism, target_manifest
 from refit_transport.layout.wire import manifest_from_json
-from refit_transport.targets.vllm_preset import vllm_manifest
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.e2e
@@ -125,12 +125,14 @@ def _assert_preset_agrees(results, *, tensor_parallel, expert_parallel=False):
     """`results` of one case on all ranks: the preset is what the trace of the loader found."""
     traced = Manifest.of(manifest_from_json(found["manifest"]) for found in results)
     source = [TensorSpec(name, tuple(shape), dtype) for name, shape, dtype in results[0]["source"]]
-    preset = vllm_manifest(
-        source,
-        ModelShape.from_config(results[0]["config"]),
-        tensor_parallel=tensor_parallel,
-        expert_parallel=expert_parallel,
+    model = LogicalModel.from_config(results[0]["config"])
+    assert {(spec.name, spec.shape) for spec in source} == {(tensor.name, tensor.shape) for tensor in model.main}
+    preset = target_manifest(
+        model,
+        EngineParallelism(tensor_parallel, expert=tensor_parallel if expert_parallel else 1),
+        first_rank=0,
         dtype=traced.tensors[0].dtype,
+        granularity="as_loaded",
     )
     assert contents(preset) == contents(traced)
 

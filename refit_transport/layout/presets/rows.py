@@ -1,0 +1,87 @@
+"""One row per kind of tensor: its name, true shape, what it is for, and how each side divides it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from refit_transport.layout.presets.cuts import WHOLE, Block, Cut, Even
+
+Group = Literal[
+    "ffn",
+    "expert_ffn",
+    "shared_expert",
+    "attention",
+    "mamba",
+    "embedding",
+    "lm_head",
+    "norm",
+    "router",
+    "mtp",
+    "other",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A kind of tensor inside a layer, or one outside of the layers.
+
+    `name` follows the layer's prefix; `shape` is in elements. `trained` says how Megatron's tensor-parallel ranks
+    divide it, `served` how vLLM's do. With `experts` dim 0 counts experts: expert parallelism divides it, and the
+    expert-tensor ranks divide the rest. "mamba" also holds Gated DeltaNet.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    group: Group
+    trained: Cut = WHOLE
+    served: Cut = WHOLE
+    experts: bool = False
+
+    def named(self, prefix: str) -> Row:
+        """The same under a longer name."""
+        return replace(self, name=prefix + self.name)
+
+
+Rows = tuple[Row, ...]
+
+
+def under(prefix: str, *rows: Row) -> Rows:
+    """The rows with a common prefix."""
+    return tuple(row.named(prefix) for row in rows)
+
+
+def whole(name: str, shape: tuple[int, ...], group: Group) -> Row:
+    """A tensor that every rank has."""
+    return Row(name, shape, group)
+
+
+def norm(name: str, size: int) -> Row:
+    """The scale of a normalisation that every rank has."""
+    return Row(f"{name}.weight", (size,), "norm")
+
+
+def divided(name: str, shape: tuple[int, ...], group: Group, *blocks: Block, dim: int = 0) -> Row:
+    """A tensor that both sides divide alike: `dim` in these blocks, or evenly where there is one."""
+    cut = Even(dim, blocks)
+    return Row(name, shape, group, cut, cut)
+
+
+def width(size: int, of: str) -> Block:
+    """A dim that can be cut anywhere."""
+    return Block(size, size, of)
+
+
+def column(name: str, block: Block, inner: int, group: Group) -> Row:
+    """A linear layer [block, inner] whose outputs are divided."""
+    return divided(f"{name}.weight", (block.size, inner), group, block)
+
+
+def row(name: str, outer: int, block: Block, group: Group) -> Row:
+    """A linear layer [outer, block] whose inputs are divided."""
+    return divided(f"{name}.weight", (outer, block.size), group, block, dim=1)
+
+
+def replicated(name: str, outer: int, inner: int, group: Group) -> Row:
+    """A linear layer that every rank has."""
+    return whole(f"{name}.weight", (outer, inner), group)
