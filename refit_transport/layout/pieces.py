@@ -55,26 +55,25 @@ def _merge_group(group: dict[int, Piece]) -> dict[int, Piece]:
 
 
 def _merge_dim(group: dict[int, Piece], dim: int) -> dict[int, Piece]:
-    def cross_section(index: int) -> tuple[Span, ...]:
-        spans = group[index].box.spans
-        return (*spans[:dim], *spans[dim + 1 :])
-
-    order = sorted(group, key=lambda index: (cross_section(index), group[index].box.spans[dim], group[index].offset))
+    # Plain integers: spans compare slowly.
+    bounds = {index: [(s.start, s.stop) for s in piece.box.spans] for index, piece in group.items()}
+    along = {index: spans.pop(dim) for index, spans in bounds.items()}
+    order = sorted(group, key=lambda index: (bounds[index], along[index], group[index].offset))
     merged: dict[int, Piece] = {}
-    for _, indices in groupby(order, key=cross_section):
+    for _, indices in groupby(order, key=bounds.__getitem__):
         # By where they end: several where the tensor lies in the buffer more than once.
         open_at: dict[int, list[int]] = {}
         for index in indices:
             first, piece = index, group[index]
-            for head in open_at.get(piece.box.spans[dim].start, ()):
+            for head in open_at.get(along[index][0], ()):
                 joined = _joined(merged[head], piece, dim)
                 if joined is not None:
-                    open_at[piece.box.spans[dim].start].remove(head)
+                    open_at[along[index][0]].remove(head)
                     del merged[head]
                     first, piece = min(head, index), joined
                     break
             merged[first] = piece
-            open_at.setdefault(piece.box.spans[dim].stop, []).append(first)
+            open_at.setdefault(along[index][1], []).append(first)
     return merged
 
 
