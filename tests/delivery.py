@@ -18,7 +18,11 @@ from refit_transport.testing.oracle import HeldSide, coordinate_tensor
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """What arrived (`differences` from the full tensors, `strays` outside of pieces) and what it took."""
+    """What arrived and what it took.
+
+    `differences` are pieces that aren't the full tensors', `strays` buffers written outside of pieces (of buffers that
+    `deliver` made).
+    """
 
     target: HeldSide
     differences: list[str]
@@ -46,9 +50,9 @@ def deliver(
     if tensors is None:
         tensors = {spec.name: coordinate_tensor(spec.name, spec.shape, spec.dtype) for spec in source.tensors}
     held = HeldSide.of(source, tensors) if held is None else held
-    wanted = HeldSide.of(target) if wanted is None else wanted
+    filled = HeldSide.of(target) if wanted is None else wanted
     if domains is None:
-        domains = [held.bindings.keys(), wanted.bindings.keys()]
+        domains = [held.bindings.keys(), filled.bindings.keys()]
         domains = domains if not domains[0] & domains[1] else [domains[0] | domains[1]]
     plan = plan_transfer(source, target)
     plan.check(source, target)
@@ -59,18 +63,17 @@ def deliver(
             schedule,
             rank,
             source=held.bindings.get(rank),
-            target=wanted.bindings.get(rank),
+            target=filled.bindings.get(rank),
             pool=SlotPool([schedule], staging_bytes=1 << 20),
         )
-        for rank in sorted(held.bindings.keys() | wanted.bindings.keys())
+        for rank in sorted(held.bindings.keys() | filled.bindings.keys())
     )
-    messages = schedule.messages
-    itself = messages.sender == messages.receiver
+    traffic, messages = schedule.traffic(), schedule.messages
     return Delivery(
-        wanted,
-        wanted.differences(tensors),
-        wanted.strays(),
-        network_bytes=int(messages.payload[~messages.local & ~itself].sum()),
-        copied_bytes=int(messages.payload[itself].sum()),
-        messages=int((~itself).sum()),
+        filled,
+        filled.differences(tensors),
+        filled.strays() if wanted is None else [],
+        network_bytes=sum(traffic.network_sent.values()),
+        copied_bytes=sum(traffic.copied.values()),
+        messages=int((messages.sender != messages.receiver).sum()),
     )
