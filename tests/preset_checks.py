@@ -1,21 +1,23 @@
-"""Manifests compared by what they hold, whatever the buffers."""
+"""Manifests compared by what they hold, whatever the buffers and however these cut it."""
 
 from __future__ import annotations
 
-from collections import Counter
+from refit_transport.layout.manifest import Manifest, RankManifest, TensorSpec
+from refit_transport.layout.region import merge_boxes
+from refit_transport.planning.overlap import boxes_to_array
 
-from refit_transport.layout.box import Box
-from refit_transport.layout.manifest import Manifest, TensorSpec
-
-Contents = dict[int, tuple[frozenset[TensorSpec], Counter[tuple[str, Box]]]]
+Regions = dict[str, list[list[list[int]]]]
+Contents = dict[int, tuple[frozenset[TensorSpec], Regions]]
 
 
 def contents(manifest: Manifest) -> Contents:
-    """Each rank's tensors and boxes, without buffers, offsets and order."""
+    """Each rank's tensors and the region that it holds of each, without buffers, offsets and order."""
+    return {ranked.rank: (frozenset(ranked.tensors), _regions(ranked)) for ranked in manifest.ranks}
+
+
+def _regions(ranked: RankManifest) -> Regions:
+    held = {piece.tensor: len(piece.box.spans) for piece in ranked.pieces}
     return {
-        ranked.rank: (
-            frozenset(ranked.tensors),
-            Counter((piece.tensor, piece.box) for piece in ranked.pieces),
-        )
-        for ranked in manifest.ranks
+        tensor: merge_boxes(boxes_to_array((p.box for p in ranked.pieces if p.tensor == tensor), dims)).tolist()
+        for tensor, dims in held.items()
     }

@@ -26,6 +26,8 @@ class Mesh:
     def __post_init__(self) -> None:
         if len(self.axes) != len(self.shape) or len(set(self.axes)) != len(self.axes):
             raise ValueError(f"a mesh needs one distinct name per axis (got {self.axes} for shape {self.shape})")
+        if any(size < 1 for size in self.shape) or any(rank < 0 for rank in self.ranks):
+            raise ValueError(f"a mesh needs axes of at least 1 and ranks from 0 up (got {self.shape}, {self.ranks})")
         if len(self.ranks) != math.prod(self.shape) or len(set(self.ranks)) != len(self.ranks):
             raise ValueError(f"a mesh of shape {self.shape} needs {math.prod(self.shape)} distinct ranks")
 

@@ -15,6 +15,7 @@ from refit_transport.errors import LayoutError
 from refit_transport.layout.box import Box
 from refit_transport.layout.manifest import Piece, RankManifest, TensorSpec
 from refit_transport.layout.model_shape import ModelShape
+from refit_transport.layout.pieces import merge_pieces
 from refit_transport.sources.naming import Placed, Shard, place
 
 
@@ -91,7 +92,7 @@ class MegatronSource:
                 for placed in place(shard, self._model):
                     specs[placed.tensor] = TensorSpec(placed.tensor, placed.shape, dtype)
                     pieces.append(_piece(placed, location, sharded.data))
-        return RankManifest(rank, "source", tuple(specs.values()), tuple(pieces))
+        return RankManifest(rank, "source", tuple(specs.values()), merge_pieces(pieces))
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
         """The parameters (and persistent buffers) as they are now, without autograd."""

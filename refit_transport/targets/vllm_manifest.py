@@ -12,6 +12,7 @@ from refit_transport.errors import LayoutError
 from refit_transport.layout.box import Box
 from refit_transport.layout.canonical import CheckpointEntry, checkpoint_entries
 from refit_transport.layout.manifest import Opaque, Piece, RankManifest, TensorSpec
+from refit_transport.layout.pieces import merge_pieces
 from refit_transport.targets.coverage import missing, overlaps
 from refit_transport.targets.loader_trace import LoaderFailure, RawTrace, Region, Write, trace
 from refit_transport.targets.vllm_layers import Layer
@@ -169,7 +170,10 @@ def _check_complete(raw: RawTrace, layers: Sequence[Layer], rank: int) -> None:
 
 
 def describe(loaded: LoadedModel, tensors: Sequence[TensorSpec], rank: int) -> RankManifest:
-    """The manifest of the traced rank. Returned specs carry the parameters' dtype; opaque ones the source's."""
+    """The manifest of the traced rank. Returned specs carry the parameters' dtype; opaque ones the source's.
+
+    What the loader copies in parts, such as expert by expert, is one piece where the parameter holds it at one stride.
+    """
     dtypes: dict[str, str] = {}
     pieces: list[Piece] = []
     for write in loaded.writes:
@@ -182,7 +186,7 @@ def describe(loaded: LoadedModel, tensors: Sequence[TensorSpec], rank: int) -> R
         if spec.name in dtypes or spec.name in loaded.opaque
     ]
     opaque = tuple(Opaque(spec.name, loaded.opaque[spec.name]) for spec in held if spec.name in loaded.opaque)
-    return RankManifest(rank, "target", tuple(held), tuple(pieces), opaque)
+    return RankManifest(rank, "target", tuple(held), merge_pieces(pieces), opaque)
 
 
 def _piece(entry: CheckpointEntry, write: Write) -> Piece:

@@ -13,6 +13,10 @@ from refit_transport.layout.box import Box
 from refit_transport.layout.manifest import Manifest, RankManifest
 from refit_transport.views import box_view, torch_dtype
 
+# No element of a coordinate tensor has this value.
+_UNTOUCHED = 255
+_GUARD = 5
+
 
 def coordinate_tensor(name: str, shape: tuple[int, ...], dtype: str, *, version: int = 0) -> torch.Tensor:
     """A tensor of this shape in which misplaced elements show: values depend on name, position and version.
@@ -32,7 +36,10 @@ class HeldSide:
 
     @classmethod
     def of(cls, manifest: Manifest, tensors: Mapping[str, torch.Tensor] | None = None) -> HeldSide:
-        """Allocates every rank's buffers; fills the pieces from full tensors, or everything with 255 when None."""
+        """Allocates every rank's buffers; fills the pieces from full tensors, the rest (or all when None) with 255.
+
+        Buffers reach a few elements past their last piece.
+        """
         return cls({ranked.rank: _bind(ranked, tensors) for ranked in manifest.ranks})
 
     def differences(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
@@ -45,6 +52,19 @@ class HeldSide:
                 if not torch.equal(view, expected):
                     wrong.append(f"rank {rank}: {piece.tensor}{piece.box}")
         return wrong
+
+    def strays(self) -> list[str]:
+        """The buffers of a side made without tensors whose elements outside of every piece were written."""
+        written = []
+        for rank, binding in self.bindings.items():
+            for name, buffer in binding.buffers.items():
+                outside = torch.ones(buffer.numel(), dtype=torch.bool)
+                for piece in binding.manifest.pieces:
+                    if piece.buffer == name:
+                        outside.as_strided(piece.box.shape, piece.strides, piece.offset).fill_(False)
+                if bool((buffer != _UNTOUCHED)[outside].any()):
+                    written.append(f"rank {rank}: {name}")
+        return written
 
 
 def box_of(tensor: torch.Tensor, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
@@ -60,7 +80,7 @@ def _bind(ranked: RankManifest, tensors: Mapping[str, torch.Tensor] | None) -> B
         last = piece.offset + sum((n - 1) * stride for n, stride in zip(piece.box.shape, piece.strides, strict=True))
         sizes[piece.buffer] = max(sizes.get(piece.buffer, 0), last + 1)
         kinds[piece.buffer] = dtypes[piece.tensor]
-    buffers = {name: torch.full((size,), 255, dtype=kinds[name]) for name, size in sizes.items()}
+    buffers = {name: torch.full((size + _GUARD,), _UNTOUCHED, dtype=kinds[name]) for name, size in sizes.items()}
     binding = Binding.of(ranked, buffers)
     if tensors is not None:
         for index, piece in enumerate(ranked.pieces):

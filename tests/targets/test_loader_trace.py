@@ -10,7 +10,7 @@ pytest.importorskip("vllm")
 
 from refit_transport.errors import LayoutError
 from refit_transport.layout.box import Box
-from refit_transport.layout.manifest import TensorSpec
+from refit_transport.layout.manifest import Piece, TensorSpec
 from refit_transport.targets.vllm_layers import layers_of, on_meta
 from refit_transport.targets.vllm_manifest import describe, trace_model
 
@@ -175,9 +175,11 @@ def test_experts_are_boxes_of_the_stacked_tensor_and_remote_ones_are_absent():
             parameter.data[local, 4:].copy_(weights[f"m.experts.{expert}.gate"])
 
     manifest = _manifest(_Model(load, 2, 8, 5), m__experts__up=(4, 4, 5), m__experts__gate=(4, 4, 5))
-    up = [piece for piece in manifest.pieces if piece.tensor == "m.experts.up"]
-    assert [piece.box for piece in up] == [Box.of((2, 3), (0, 4), (0, 5)), Box.of((3, 4), (0, 4), (0, 5))]
-    assert [(piece.offset, piece.strides) for piece in up] == [(0, (0, 5, 1)), (40, (0, 5, 1))]
+    # Copied expert by expert, held at one stride: one piece per projection.
+    assert manifest.pieces == (
+        Piece("m.experts.up", Box.of((2, 4), (0, 4), (0, 5)), "w", 0, (40, 5, 1)),
+        Piece("m.experts.gate", Box.of((2, 4), (0, 4), (0, 5)), "w", 20, (40, 5, 1)),
+    )
 
 
 def test_specs_carry_the_parameters_dtype_and_ignored_tensors_are_absent():

@@ -1,0 +1,230 @@
+"""State dicts of DTensors (FSDP2, tensor parallel, or both) describe themselves: a source or a target without tables.
+
+Names are canonical (see `layout.canonical`). What is no DTensor is whole on each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Partial as TorchPartial
+from torch.distributed.tensor import Replicate as TorchReplicate
+from torch.distributed.tensor import Shard as TorchShard
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from refit_transport.errors import LayoutError
+from refit_transport.layout.box import Box, Span
+from refit_transport.layout.canonical import canonical_name
+from refit_transport.layout.layout import Layout
+from refit_transport.layout.manifest import Piece, RankManifest, Role, TensorSpec
+from refit_transport.layout.mesh import Mesh
+from refit_transport.layout.placement import Placement, Replicate, Shard, StridedShard
+from refit_transport.views import box_view, piece_view
+
+StateDict = Mapping[str, torch.Tensor]
+
+
+def layout_of(tensor: DTensor, *, name: str = "") -> Layout:
+    """The DTensor's layout; its ranks are those of its device mesh. `name` is for errors.
+
+    Raises:
+        LayoutError: a `Partial` placement (reduce it first), or one that isn't known here.
+    """
+    device_mesh = tensor.device_mesh
+    axes = device_mesh.mesh_dim_names or tuple(f"axis{index}" for index in range(device_mesh.ndim))
+    mesh = Mesh.from_ranks(axes, device_mesh.mesh.shape, device_mesh.mesh.flatten().tolist())
+    placements = (_placement(p, axis, name) for p, axis in zip(tensor.placements, axes, strict=True))
+    return Layout(tuple(tensor.shape), mesh, tuple(placements))
+
+
+def _placement(placement: TorchPlacement, axis: str, name: str) -> Placement:
+    if isinstance(placement, _StridedShard):
+        return StridedShard(placement.dim, int(placement.split_factor))
+    if isinstance(placement, TorchShard):
+        return Shard(placement.dim)
+    if isinstance(placement, TorchReplicate):
+        return Replicate()
+    got = f"{placement} (its ranks hold addends: reduce it first)" if isinstance(placement, TorchPartial) else ""
+    raise LayoutError(name, -1, f"shards or Replicate on axis {axis}", got or f"the unknown {placement!r}")
+
+
+def source_of(state: StateDict | Callable[[], StateDict]) -> StateDictSource:
+    """This process's part of a state dict as a refit source; a callable is asked anew for each refit.
+
+    `source_of(module.state_dict)` follows a module, FSDP2's included, whose storage may be rebound.
+    """
+    return StateDictSource(_getter(state))
+
+
+def target_of(state: StateDict | Callable[[], StateDict], *, kept: Collection[str] = ()) -> StateDictTarget:
+    """This process's part of a state dict as a refit target, written in place; no refit fills the names in `kept`."""
+    return StateDictTarget(_getter(state), kept)
+
+
+def _getter(state: StateDict | Callable[[], StateDict]) -> Callable[[], StateDict]:
+    return state if callable(state) else lambda: state
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """One entry of a state dict as this process holds it."""
+
+    name: str
+    spec: TensorSpec
+    local: torch.Tensor
+    pieces: tuple[Piece, ...]
+
+
+class StateDictSource:
+    """Implements `sources.base.Source`. Buffers are named as in the state dict and are the local tensors themselves."""
+
+    def __init__(self, state: Callable[[], StateDict]) -> None:
+        self._state = state
+
+    def manifest(self, rank: int) -> RankManifest:
+        """Describes this process's local tensors as refit rank `rank`.
+
+        Raises:
+            LayoutError: a partial tensor, a local tensor whose shape contradicts its layout, an expert that is missing.
+        """
+        return _manifest(rank, "source", list(_held(self._state())))
+
+    def buffers(self) -> Mapping[str, torch.Tensor]:
+        """The local tensors as they are now, without autograd."""
+        return {held.name: held.local for held in _held(self._state())}
+
+
+class StateDictTarget:
+    """Implements `targets.base.Target`: refits write into the local tensors in place."""
+
+    def __init__(self, state: Callable[[], StateDict], kept: Collection[str]) -> None:
+        self._state = state
+        self._kept = frozenset(kept)
+        self._pieces: dict[str, list[Piece]] = {}
+
+    def manifest(self, rank: int, tensors: Sequence[TensorSpec]) -> RankManifest:
+        """Describes this process's local tensors; source tensors that it lacks are ignored.
+
+        Raises:
+            LayoutError: as a source's, and: a tensor that the source lacks, that isn't kept and that shares no memory
+                with one that the source has; or a local tensor two of whose elements share memory.
+        """
+        known = {spec.name for spec in tensors}
+        entries = [held for held in _held(self._state()) if held.name not in self._kept]
+        filled = [held for held in entries if held.spec.name in known]
+        tied = {_memory(held.local) for held in filled}
+        for held in entries:
+            if held.spec.name not in known and _memory(held.local) not in tied:
+                raise LayoutError(held.name, rank, "a tensor that the source has, or one that is kept", "neither")
+            if _overlaps_itself(held.local):
+                shape, strides = list(held.local.shape), list(held.local.stride())
+                raise LayoutError(held.name, rank, "memory of its own for each element", f"{shape} strided {strides}")
+        self._pieces.clear()
+        for held in filled:
+            self._pieces.setdefault(held.spec.name, []).extend(held.pieces)
+        return _manifest(rank, "target", filled)
+
+    def buffers(self) -> Mapping[str, torch.Tensor]:
+        """The local tensors as they are now, without autograd."""
+        return {held.name: held.local for held in _held(self._state())}
+
+    def private_layers(self) -> Mapping[str, str]:
+        """None: the state dict is what is served."""
+        return {}
+
+    def begin(self) -> None:
+        """Nothing to open."""
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copies this process's part of each whole tensor. After `manifest`."""
+        buffers = self.buffers()
+        for name, whole in weights:
+            found = canonical_name(name)
+            around = Box.full(whole.shape)
+            if found.expert is not None:
+                whole, around = whole[None], Box((Span(found.expert, found.expert + 1), *around.spans))
+            for piece in self._pieces.get(found.tensor, ()):
+                common = piece.box.intersect(around)
+                if common is not None:
+                    view = box_view(piece_view(piece, buffers), piece.box, common)
+                    view.copy_(box_view(whole, around, common))
+
+    def finish(self) -> None:
+        """Nothing to close."""
+
+
+def _manifest(rank: int, role: Role, entries: Iterable[_Held]) -> RankManifest:
+    specs: dict[str, TensorSpec] = {}
+    pieces: list[Piece] = []
+    for held in entries:
+        if specs.setdefault(held.spec.name, held.spec) != held.spec:
+            raise LayoutError(held.name, rank, str(specs[held.spec.name]), str(held.spec))
+        pieces += held.pieces
+    return RankManifest(rank, role, tuple(specs.values()), tuple(pieces))
+
+
+def _held(state: StateDict) -> Iterator[_Held]:
+    """The entries that this process holds a part of, even an empty one."""
+    experts = _expert_counts(state)
+    for name, tensor in state.items():
+        local, pieces = _local(name, tensor.detach())
+        if local is None:
+            continue
+        found, shape = canonical_name(name), tuple(tensor.shape)
+        if found.expert is not None:
+            shape = (experts[found.tensor], *shape)
+            pieces = tuple(_stacked(piece, found.tensor, found.expert) for piece in pieces)
+        yield _Held(name, TensorSpec(found.tensor, shape, str(local.dtype).removeprefix("torch.")), local, pieces)
+
+
+def _local(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor | None, tuple[Piece, ...]]:
+    """The local tensor, None outside of the DTensor's mesh, and its pieces."""
+    if not isinstance(tensor, DTensor):
+        return tensor, (Piece(name, Box.full(tensor.shape), name, 0, tensor.stride()),) if tensor.numel() else ()
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return None, ()
+    layout, local = layout_of(tensor, name=name), tensor.to_local()
+    rank = int(tensor.device_mesh.mesh[tuple(coordinate)])
+    expected = layout.local_shape(rank)
+    if tuple(local.shape) != expected:
+        cut = f"a local shape {list(expected)} ({list(tensor.shape)} placed as {tensor.placements})"
+        raise LayoutError(name, rank, cut, str(list(local.shape)))
+    return local, layout.pieces(rank, name, buffer=name, strides=local.stride())
+
+
+def _expert_counts(state: StateDict) -> dict[str, int]:
+    """The number of experts of each stacked tensor; every process must name all of them."""
+    found: dict[str, set[int]] = {}
+    for name in map(canonical_name, state):
+        if name.expert is not None:
+            found.setdefault(name.tensor, set()).add(name.expert)
+    for tensor, numbers in found.items():
+        if len(numbers) != max(numbers) + 1:
+            raise LayoutError(tensor, -1, f"all experts 0 to {max(numbers)} in the state dict", str(sorted(numbers)))
+    return {tensor: len(numbers) for tensor, numbers in found.items()}
+
+
+def _stacked(piece: Piece, tensor: str, expert: int) -> Piece:
+    # One expert: its stride says nothing, and 1 keeps views inside the tensor.
+    box = Box((Span(expert, expert + 1), *piece.box.spans))
+    return Piece(tensor, box, piece.buffer, piece.offset, (1, *piece.strides))
+
+
+def _memory(local: torch.Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    return local.data_ptr(), tuple(local.shape), local.stride()
+
+
+def _overlaps_itself(local: torch.Tensor) -> bool:
+    """Whether two elements may share memory: a dim's stride doesn't step over all that smaller strides reach."""
+    reach = 0
+    for stride, size in sorted(zip(local.stride(), local.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
