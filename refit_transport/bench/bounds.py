@@ -26,7 +26,7 @@ class LowerBound:
 
 
 def lower_bound(case: Case, variant: Variant) -> LowerBound:
-    """No schedule is faster: each node takes in, once, what it needs and doesn't hold; each byte leaves the sources once.
+    """No schedule is faster: a node takes in, once, what it needs and doesn't hold; a byte leaves the sources once.
 
     Which holder sends a byte is free. The best assignment of bytes to holder nodes loads some set of nodes to the
     largest of: the bytes that only nodes of this set hold, over the sum of their rates.

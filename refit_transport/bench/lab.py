@@ -1,9 +1,9 @@
 """A network of rate-limited namespaces on one machine: nodes, their NICs, and counters of what crosses them.
 
 It is built inside namespaces of its own (see `bench.isolation`), and vanishes with the last process in them. A switch
-namespace holds a bridge. A node with one NIC is a namespace whose link is limited both ways by tbf. A node with a NIC per
-rank is a namespace per rank: addresses of the same node pass at full speed, all others through an htb class. The kernel
-sends what stays inside a namespace over its loopback, so that never counts.
+namespace holds a bridge. A node with one NIC is a namespace whose link is limited both ways by tbf. A node with a NIC
+per rank is a namespace per rank: addresses of the same node pass at full speed, all others through an htb class. The
+kernel sends what stays inside a namespace over its loopback, so that never counts.
 """
 
 from __future__ import annotations

@@ -185,8 +185,7 @@ class _Rounds:
 def _repetition(ran: Sequence[Ran], busy: float) -> Repetition:
     seconds = max(r.ended for r in ran) - min(r.began for r in ran)
     moving = [
-        {phase: spent for phase, spent in report.seconds.items() if phase not in _NOT_MOVING}
-        for report in ran[0].ranks
+        {phase: spent for phase, spent in report.seconds.items() if phase not in _NOT_MOVING} for report in ran[0].ranks
     ]
     busiest = max(moving, key=lambda phases: sum(phases.values()))
     cpu = sum(r.cpu for r in ran)

@@ -16,7 +16,7 @@ from refit_transport.fabrics.rendezvous import ControlChannel
 from refit_transport.report import RankReport
 from refit_transport.scheduling.schedule import Traffic, total_traffic
 from refit_transport.session import RefitSession
-from refit_transport.testing.oracle import HeldSide, box_of, coordinate_tensor
+from refit_transport.testing.oracle import HeldSide, box_of
 from refit_transport.testing.sides import HeldSource, HeldTarget
 
 # Full tensors of each model, by name: the oracle's values of version 0, in uint8.
@@ -170,6 +170,7 @@ class LabRank:
 def of_version(base: torch.Tensor, version: int) -> torch.Tensor:
     """The oracle's values of a version, from those of version 0 (both integers below 251).
 
+    >>> from refit_transport.testing.oracle import coordinate_tensor
     >>> base = coordinate_tensor("w", (600,), "uint8")
     >>> torch.equal(of_version(base, 7), coordinate_tensor("w", (600,), "int16", version=7))
     True

@@ -11,7 +11,8 @@ from refit_transport.bench.bounds import LowerBound
 from refit_transport.bench.figures import BOUND, ExtraMemory, Figure, Limit, Overhead, Ratio, UplinkBytes
 
 MIB = 1 << 20
-# Headers take 0.7 % of a full packet; a NIC also carries acknowledgements of what goes the other way, and control messages.
+# Headers take 0.7 % of a full packet. A NIC also carries acknowledgements of what goes the other way, and control
+# messages.
 UPLINK_TOLERANCE = 0.05
 ACKNOWLEDGEMENT_SHARE = 0.01
 CONTROL_BYTES = 256 * 1024
