@@ -12,7 +12,7 @@ export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test check format nightly clean
+.PHONY: help install demo test bench check format nightly clean
 
 help: ## This list
 	@sed -n 's/^\([a-z]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 12
@@ -24,6 +24,9 @@ demo: $(VENV)/.installed ## Refit a tiny Megatron policy into vLLM three times o
 
 test: check ## Everything that CI runs: the checks, then all tests
 	$(BIN)/python -m pytest
+
+bench: $(VENV)/.installed ## All figures against their limits, as root; writes bench-output/ (minutes)
+	$(BIN)/refit-transport bench --plan --lab --output bench-output
 
 check: $(VENV)/.installed ## Formatting, lint, types, import directions
 	$(BIN)/ruff format --check .
@@ -39,7 +42,7 @@ nightly: check ## All tests with many more random examples
 	$(BIN)/python -m pytest --hypothesis-profile=nightly
 
 clean: ## Remove the environment, the caches and the demo's output
-	rm -rf $(VENV) demo-output build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) demo-output bench-output build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is the last thing a recipe writes, so a failed installation leaves none and the next `make` goes on with it.

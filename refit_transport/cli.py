@@ -198,6 +198,45 @@ def run(config: ConfigFile, *, overrides: Overrides = None, as_json: AsJson = Fa
         show_end(rounds, console)
 
 
+@app.command()
+def bench(
+    *,
+    lab: Annotated[bool, typer.Option("--lab", help="Refits in rate-limited network namespaces; needs root.")] = False,
+    planning: Annotated[bool, typer.Option("--plan", help="Seconds and memory of planning full-size models.")] = False,
+    cases: Annotated[
+        list[str] | None, typer.Option("--case", metavar="NAME", help="Only this case of the lab. Repeatable.")
+    ] = None,
+    repetitions: Annotated[int, typer.Option("--reps", min=1, help="Measured repetitions of each variant.")] = 5,
+    output: Annotated[
+        Path | None, typer.Option("--output", metavar="DIR", help="Write JSON, tables and plots into this folder.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure refits against their lower bound, and planning; fails where a figure misses its limit."""
+    if not (lab or planning):
+        raise ConfigError("bench", (Violation("what", "nothing", "there is no default", "give --lab, --plan or both"),))
+    from rich.console import Console
+
+    from refit_transport.cli_bench import bench_lab, bench_planning
+
+    console = None if as_json else Console(markup=False, highlight=False)
+    found: dict[str, dict[str, Any]] = {}
+    with progress() as announce:
+        if planning:
+            found["planning"] = bench_planning(output=output, console=console, announce=announce)
+        if lab:
+            found["lab"] = bench_lab(
+                cases or (), repetitions=repetitions, output=output, console=console, announce=announce
+            )
+    if as_json:
+        print_json(found)
+    misses = [line for part in found.values() for line in part["misses"]]
+    for line in misses:
+        typer.echo(f"missed: {line}", err=True)
+    if misses:
+        raise typer.Exit(ExitCode.FAILED)
+
+
 def load(config: Path, overrides: list[str] | None) -> RefitConfig:
     """The checked configuration that a command runs on."""
     from refit_transport.config.load import load_config

