@@ -14,7 +14,6 @@ from refit_transport.simulation.catalog import model_names
 from refit_transport.simulation.methods import METHODS
 from refit_transport.simulation.study import Comparison, Study
 
-
 _LEGEND = (
     "flat: from the first holder, no pass of the schedule; coverage ffn: FFN projections shard-to-shard, then the rest "
     "gathered and broadcast; coverage all: everything shard-to-shard"

@@ -1,85 +1,39 @@
-"""The lower bound of a case's time: what must cross the busiest node's NICs at the rate of their payload."""
+"""The lower bound of a case's time, at the rates of its lab."""
 
 from __future__ import annotations
 
-import itertools
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from refit_transport.bench.cases import Case
-from refit_transport.bench.lab import Wiring
+from refit_transport.bench.lab import GOODPUT, Wiring
 from refit_transport.bench.variants import Variant
-from refit_transport.layout.box import Box, Span
-from refit_transport.layout.manifest import DTYPE_BYTES, Manifest
+from refit_transport.planning.planner import plan_transfer
+from refit_transport.scheduling.bound import bound
+from refit_transport.scheduling.topology import Nic, Topology
 
-Nodes = frozenset[int]
-_Boxes = tuple[tuple[int, Box], ...]
+# Shared memory costs no time in the bound: what binds in the lab is its network.
+_LOCAL_RATE = 1e12
 
 
 @dataclass(frozen=True, slots=True)
 class LowerBound:
-    """Seconds, 0 where no rate is limited, and the NICs that need them."""
+    """Seconds, 0 where no rate is limited, and what needs them."""
 
     seconds: float
     binds: str
 
 
 def lower_bound(case: Case, variant: Variant) -> LowerBound:
-    """No schedule is faster: a node takes in, once, what it needs and doesn't hold; a byte leaves the sources once.
-
-    Which holder sends a byte is free. The best assignment of bytes to holder nodes loads some set of nodes to the
-    largest of: the bytes that only nodes of this set hold, over the sum of their rates.
-    """
-    wiring = case.wiring
-    if wiring.mbit is None:
+    """No schedule is faster; see `scheduling.bound`."""
+    if case.wiring.mbit is None:
         return LowerBound(0.0, "nothing")
-    moved = _moved(case.source_manifest(variant), case.target_manifest(variant), wiring)
-    found = [LowerBound(0.0, "nothing")]
-    for node in range(len(wiring.nodes)):
-        entering = sum(nbytes for (_, wanters), nbytes in moved.items() if node in wanters)
-        found.append(LowerBound(entering / _rate(wiring, (node,)), f"into node {node}"))
-    holding = sorted({node for holders, _ in moved for node in holders})
-    for count in range(1, len(holding) + 1):
-        for nodes in itertools.combinations(holding, count):
-            leaving = sum(nbytes for (holders, _), nbytes in moved.items() if holders <= set(nodes))
-            found.append(LowerBound(leaving / _rate(wiring, nodes), f"out of nodes {list(nodes)}"))
-    return max(found, key=lambda bound: bound.seconds)
+    plan = plan_transfer(case.source_manifest(variant), case.target_manifest(variant))
+    found = bound(plan, _topology(case.wiring))
+    return LowerBound(found.seconds, "receiving" if found.receiving >= found.sending else "sending")
 
 
-def _rate(wiring: Wiring, nodes: Sequence[int]) -> float:
-    return sum(rate for node in nodes if (rate := wiring.bytes_per_second(node)) is not None)
-
-
-def _moved(source: Manifest, target: Manifest, wiring: Wiring) -> Mapping[tuple[Nodes, Nodes], int]:
-    """Bytes by (nodes that hold them, nodes that need them and don't hold them), where such nodes are."""
-    node = {rank: index for index, ranks in enumerate(wiring.nodes) for rank in ranks}
-    held, wanted = _by_tensor(source, node), _by_tensor(target, node)
-    kinds: dict[tuple[_Boxes, _Boxes, int], int] = defaultdict(int)
-    for spec in target.tensors:
-        kinds[held.get(spec.name, ()), wanted.get(spec.name, ()), DTYPE_BYTES[spec.dtype]] += 1
-    moved: dict[tuple[Nodes, Nodes], int] = defaultdict(int)
-    for (holders, wanters, width), times in kinds.items():
-        for cell in _cells([box for _, box in (*holders, *wanters)]):
-            have = frozenset(n for n, box in holders if box.contains(cell))
-            need = frozenset(n for n, box in wanters if box.contains(cell)) - have
-            if need:
-                moved[have, need] += cell.numel * width * times
-    return moved
-
-
-def _by_tensor(side: Manifest, node: Mapping[int, int]) -> Mapping[str, _Boxes]:
-    found: dict[str, list[tuple[int, Box]]] = defaultdict(list)
-    for ranked in side.ranks:
-        for piece in ranked.pieces:
-            found[piece.tensor].append((node[ranked.rank], piece.box))
-    return {name: tuple(boxes) for name, boxes in found.items()}
-
-
-def _cells(boxes: Sequence[Box]) -> Iterator[Box]:
-    """The grid that the boxes' faces make; no cell lies partly in a box."""
-    spans = []
-    for dim in range(len(boxes[0].spans)):
-        cuts = sorted({edge for box in boxes for edge in (box.spans[dim].start, box.spans[dim].stop)})
-        spans.append([Span(start, stop) for start, stop in itertools.pairwise(cuts)])
-    return (Box(cell) for cell in itertools.product(*spans))
+def _topology(wiring: Wiring) -> Topology:
+    assert wiring.mbit is not None
+    rates = [wiring.mbit[wiring.node_of(ranks[0])] * 1e6 / 8 * GOODPUT for ranks in wiring.nic_ranks]
+    nics = tuple(Nic(ranks, rate) for ranks, rate in zip(wiring.nic_ranks, rates, strict=True))
+    return Topology(wiring.nodes, nics, _LOCAL_RATE)

@@ -20,7 +20,9 @@ from refit_transport.bench.full_size import FULL_SIZE, FullSize
 from refit_transport.bench.isolation import Announce, die_with_parent
 from refit_transport.config.settings import MIB
 from refit_transport.errors import WorkerError
-from refit_transport.fabrics.program import Binding, SlotPool, lower
+from refit_transport.fabrics.binding import Binding
+from refit_transport.fabrics.program import lower
+from refit_transport.fabrics.slots import Slots, SlotSizes
 from refit_transport.layout.manifest import RankManifest
 from refit_transport.planning.planner import plan_transfer
 from refit_transport.planning.routing import RESHARD, route_tensors
@@ -160,17 +162,23 @@ def _whole_plan(sides: FullSize, clock: _Clock) -> None:
     plan = clock.timed("plan", lambda: plan_transfer(sides.source, sides.target, tensors=names))
     schedule = clock.timed("schedule", lambda: build_schedule(plan, sides.topology, bucket_bytes=_CHUNK_BYTES))
     clock.timed("check plan", lambda: plan.check(sides.source, sides.target))
-    clock.timed("check schedule", lambda: schedule.check(sides.source, sides.target))
+    clock.timed("check schedule", lambda: schedule.check(plan))
 
 
 def _own_program(sides: FullSize, clock: _Clock) -> None:
-    """The first source rank's program, from a schedule that is made before the clock starts."""
+    """The programs of the first source and the first target rank, from a schedule made before the clock starts."""
     plan = plan_transfer(sides.source, sides.target, tensors=_routed(sides, "all"))
     schedule: Schedule = build_schedule(plan, sides.topology, bucket_bytes=_CHUNK_BYTES)
-    ranked = sides.source.ranks[0]
-    source = Binding.of(ranked, _untouched(ranked))
-    pool = SlotPool([schedule], staging_bytes=_STAGING_BYTES)
-    clock.timed("program", lambda: lower(schedule, ranked.rank, source=source, target=None, pool=pool))
+    sizes = SlotSizes.of([schedule], staging_bytes=_STAGING_BYTES)
+    memory = Slots.private(sizes.nbytes)
+    send, receive = (Binding.of(side.ranks[0], _untouched(side.ranks[0])) for side in (sides.source, sides.target))
+    clock.timed(
+        "source", lambda: lower(schedule, send.manifest.rank, source=send, target=None, memory=memory, sizes=sizes)
+    )
+    clock.timed(
+        "target",
+        lambda: lower(schedule, receive.manifest.rank, source=None, target=receive, memory=memory, sizes=sizes),
+    )
 
 
 def _routed(sides: FullSize, coverage: Any) -> tuple[str, ...]:
@@ -179,15 +187,17 @@ def _routed(sides: FullSize, coverage: Any) -> tuple[str, ...]:
 
 
 def _untouched(ranked: RankManifest) -> dict[str, torch.Tensor]:
-    """Buffers as large as the rank's; their memory is never touched, so it is never taken."""
+    """Buffers as large as the rank's, without memory."""
     kinds = {spec.name: torch_dtype(spec.dtype) for spec in ranked.tensors}
-    return {piece.buffer: torch.empty(piece.box.numel, dtype=kinds[piece.tensor]) for piece in ranked.pieces}
+    return {
+        piece.buffer: torch.empty(piece.box.numel, dtype=kinds[piece.tensor], device="meta") for piece in ranked.pieces
+    }
 
 
 _TASKS: Mapping[str, _Task] = {
     "FFN-only plan": _Task(_ffn_plan, 1.2),
     "whole plan, schedule and check, 16 MiB chunks": _Task(_whole_plan, 8.0, 2 * GIB),
-    "one rank's own program": _Task(_own_program, 1.0),
+    "own programs of a source and a target rank": _Task(_own_program, 2.0),
 }
 
 

@@ -11,7 +11,7 @@ import torch
 
 from refit_transport.bench.cases import Case
 from refit_transport.bench.variants import settings_of
-from refit_transport.fabrics.program import Binding
+from refit_transport.fabrics.binding import Binding
 from refit_transport.fabrics.rendezvous import ControlChannel
 from refit_transport.report import RankReport
 from refit_transport.scheduling.schedule import Traffic, total_traffic
@@ -102,7 +102,6 @@ class LabRank:
             )
         held.session = RefitSession.prepare(
             held.channel,
-            sources=self.case.source.ranks,
             settings=settings_of(variant, self.case.wiring) if self.rank == 0 else None,
             source=HeldSource(held.binding) if self._is_source else None,
             target=None if self._is_source else HeldTarget(held.binding),

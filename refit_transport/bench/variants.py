@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from refit_transport.bench.lab import Wiring
 from refit_transport.bench.workload import Model
 from refit_transport.config.settings import RefitSettings
-from refit_transport.errors import LayoutError
+from refit_transport.scheduling.scheduler import PassName
 
 # A refit in the lab takes seconds; this is how long a broken one may hold up the rest.
 _TIMEOUT_S = 120.0
@@ -25,13 +25,13 @@ class Variant:
 
     name: str
     transport: str = "nccl_reshard"
-    disabled: tuple[str, ...] = ()
+    disabled: tuple[PassName, ...] = ()
     chains: Literal["nic", "single"] = "nic"
     shared_memory: Literal["auto", "off"] = "auto"
     model: Model | None = None
 
 
-FLAT_PASSES = ("local", "deduplicate", "balance", "stripe", "forward")
+FLAT_PASSES: tuple[PassName, ...] = ("local", "deduplicate", "balance", "stripe", "forward")
 
 OURS = Variant("ours")
 FLAT = Variant("flat", disabled=FLAT_PASSES)
@@ -44,27 +44,14 @@ SINGLE_CHAIN = Variant("gather_broadcast, single chain", transport="gather_broad
 
 
 def settings_of(variant: Variant, wiring: Wiring) -> RefitSettings:
-    """The settings of a variant in a lab.
-
-    Raises:
-        LayoutError: these settings can't express the variant.
-    """
-    values: dict[str, Any] = {
-        "transport": variant.transport,
-        "coverage": "all",
-        "domains": wiring.nodes,
-        "timeout_s": _TIMEOUT_S,
-    }
-    wanted = {
-        "nics": (wiring.nics, "domain"),
-        "disabled_passes": (variant.disabled, ()),
-        "chains": (variant.chains, "nic"),
-        "shared_memory": (variant.shared_memory, "auto"),
-    }
-    known = {field.name for field in fields(RefitSettings)}
-    for name, (value, default) in wanted.items():
-        if name in known:
-            values[name] = value
-        elif value != default and name != "nics":
-            raise LayoutError("", -1, f"a setting {name!r}, which {variant.name!r} needs", "settings without it")
-    return RefitSettings(**values)
+    """The settings of a variant in a lab."""
+    return RefitSettings(
+        transport=variant.transport,
+        coverage="all",
+        domains=wiring.nodes,
+        timeout_s=_TIMEOUT_S,
+        nics=wiring.nics,
+        disabled_passes=variant.disabled,
+        chains=variant.chains,
+        shared_memory=variant.shared_memory,
+    )
