@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from refit_transport.bench.cases import Case
 from refit_transport.bench.lab import Wiring
 from refit_transport.bench.variants import Variant
+from refit_transport.bench.workload import DTYPE, Model
 from refit_transport.layout.box import Box, Span
 from refit_transport.layout.manifest import DTYPE_BYTES, Manifest
 
 Nodes = frozenset[int]
-_Boxes = tuple[tuple[int, Box], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ def lower_bound(case: Case, variant: Variant) -> LowerBound:
     wiring = case.wiring
     if wiring.mbit is None:
         return LowerBound(0.0, "nothing")
-    moved = _moved(case.source_manifest(variant), case.target_manifest(variant), wiring)
+    moved = _moved(case, variant)
     found = [LowerBound(0.0, "nothing")]
     for node in range(len(wiring.nodes)):
         entering = sum(nbytes for (_, wanters), nbytes in moved.items() if node in wanters)
@@ -51,29 +51,25 @@ def _rate(wiring: Wiring, nodes: Sequence[int]) -> float:
     return sum(rate for node in nodes if (rate := wiring.bytes_per_second(node)) is not None)
 
 
-def _moved(source: Manifest, target: Manifest, wiring: Wiring) -> Mapping[tuple[Nodes, Nodes], int]:
+def _moved(case: Case, variant: Variant) -> Mapping[tuple[Nodes, Nodes], int]:
     """Bytes by (nodes that hold them, nodes that need them and don't hold them), where such nodes are."""
-    node = {rank: index for index, ranks in enumerate(wiring.nodes) for rank in ranks}
-    held, wanted = _by_tensor(source, node), _by_tensor(target, node)
-    kinds: dict[tuple[_Boxes, _Boxes, int], int] = defaultdict(int)
-    for spec in target.tensors:
-        kinds[held.get(spec.name, ()), wanted.get(spec.name, ()), DTYPE_BYTES[spec.dtype]] += 1
     moved: dict[tuple[Nodes, Nodes], int] = defaultdict(int)
-    for (holders, wanters, width), times in kinds.items():
+    weights = case.model_of(variant).weights
+    alike = Counter((weight.shape, weight.dim) for weight in weights)
+    for weight in {(weight.shape, weight.dim): weight for weight in weights}.values():
+        model = Model((weight,))
+        holders = _boxes(case.source.manifest("source", model, first_rank=0), case.wiring)
+        wanters = _boxes(case.target.manifest("target", model, first_rank=case.source.ranks), case.wiring)
         for cell in _cells([box for _, box in (*holders, *wanters)]):
-            have = frozenset(n for n, box in holders if box.contains(cell))
-            need = frozenset(n for n, box in wanters if box.contains(cell)) - have
+            have = frozenset(node for node, box in holders if box.contains(cell))
+            need = frozenset(node for node, box in wanters if box.contains(cell)) - have
             if need:
-                moved[have, need] += cell.numel * width * times
+                moved[have, need] += cell.numel * DTYPE_BYTES[DTYPE] * alike[weight.shape, weight.dim]
     return moved
 
 
-def _by_tensor(side: Manifest, node: Mapping[int, int]) -> Mapping[str, _Boxes]:
-    found: dict[str, list[tuple[int, Box]]] = defaultdict(list)
-    for ranked in side.ranks:
-        for piece in ranked.pieces:
-            found[piece.tensor].append((node[ranked.rank], piece.box))
-    return {name: tuple(boxes) for name, boxes in found.items()}
+def _boxes(side: Manifest, wiring: Wiring) -> list[tuple[int, Box]]:
+    return [(wiring.node_of(ranked.rank), piece.box) for ranked in side.ranks for piece in ranked.pieces]
 
 
 def _cells(boxes: Sequence[Box]) -> Iterator[Box]:
