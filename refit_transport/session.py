@@ -168,10 +168,12 @@ class RefitSession:
         source, target = self._endpoint.source_binding(), self._endpoint.target_binding()
         if source is not None:
             self._channel.publish(topic, self._verifier.source_checksums(source, atoms))
+        sources = [ranked.rank for ranked in self._plan.job.source.ranks]
+        parts = self._channel.collect(topic, sources, deadline=deadline)
+        sums = {atom: value for part in parts for atom, value in part.items()}
+        if source is not None:
+            self._verifier.compare_replicas(source, atoms, sums)
         if target is not None:
-            sources = [ranked.rank for ranked in self._plan.job.source.ranks]
-            parts = self._channel.collect(topic, sources, deadline=deadline)
-            sums = {atom: value for part in parts for atom, value in part.items()}
             self._verified = self._verifier.compare(target, atoms, sums, version)
 
     def _check_forms(self) -> None:
@@ -248,6 +250,7 @@ def _exchange(
 ) -> tuple[Job, Endpoint]:
     """Publishes this rank's manifest and reads all others'."""
     rank, ranks = channel.rank, range(channel.world_size)
+    _check_role(rank, channel.world_size, sources, source, target)
     if settings is not None:
         channel.publish("settings", settings.to_json())
     deadline = Deadline(settings.timeout_s if settings is not None else channel.timeout_s)
@@ -262,10 +265,23 @@ def _exchange(
         own = target.manifest(rank, held.tensors)
         channel.publish("manifest", manifest_to_json(own))
     wanted = Manifest.of(_manifests(channel, ranks[sources:], deadline))
-    if own is None:
-        raise TransferError(rank, -1, "prepare", "", "a rank needs a source or a target")
+    assert own is not None  # for the type checker: every rank has a role
     topology = _topology(channel, agreed, deadline)
     return Job(held, wanted, topology, agreed), Endpoint(rank, own, source, target)
+
+
+def _check_role(rank: int, world_size: int, sources: int, source: Source | None, target: Target | None) -> None:
+    """Ranks below `sources` bring a source and the others a target; what is missing would be waited for in vain."""
+    if not 0 < sources < world_size:
+        reason = f"sources must be from 1 to {world_size - 1}, so that both sides have ranks (got {sources})"
+        raise TransferError(rank, -1, "prepare", "", reason)
+    role = "source" if rank < sources else "target"
+    if (source is not None, target is not None) != (role == "source", role == "target"):
+        given = [name for name, side in (("source", source), ("target", target)) if side is not None]
+        reason = (
+            f"needs a {role}, because ranks 0 to {sources - 1} of {world_size} are the sources (got {given or 'none'})"
+        )
+        raise TransferError(rank, -1, "prepare", "", reason)
 
 
 def _manifests(channel: ControlChannel, ranks: range, deadline: Deadline) -> Iterator[Any]:

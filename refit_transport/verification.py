@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from refit_transport.errors import VerificationError
+from refit_transport.errors import AgreementError, VerificationError
 from refit_transport.fabrics.program import Binding
 from refit_transport.layout.manifest import Manifest
 from refit_transport.planning.plan import TransferPlan
@@ -20,8 +20,8 @@ _SAMPLED_SHARE = 16
 class Verifier:
     """Compares boxes of the transfer plan: CRC-32 of their bytes in wire dtype, in row-major order.
 
-    The first holder of each box computes the source's checksum; every target rank computes its own from the memory that
-    its manifest describes.
+    The first holder of each box computes the source's checksum; its other holders and every target rank compute their
+    own from the memory that their manifests describe.
     """
 
     def __init__(self, source: Manifest, target: Manifest, tensors: Iterable[str]) -> None:
@@ -40,6 +40,21 @@ class Verifier:
             if holder == rank:
                 sums[str(atom)] = self._checksum(binding, atom, piece)
         return sums
+
+    def compare_replicas(self, binding: Binding, atoms: Iterable[int], sums: Mapping[str, int]) -> None:
+        """Compares the boxes that this source rank holds beside another with what their first holder has.
+
+        Raises:
+            AgreementError: they differ, so what the targets got depends on who sent it; names the box and both ranks.
+        """
+        rank = binding.manifest.rank
+        for atom in atoms:
+            (first, _), *others = self._plan.holders.of(atom)
+            for holder, piece in others:
+                if holder != rank or (found := self._checksum(binding, atom, piece)) == sums[str(atom)]:
+                    continue
+                what = f"tensor {self._plan.tensors[self._plan.tensor[atom]].name}, box {self._plan.box(atom)}"
+                raise AgreementError(what, ((f"checksum {sums[str(atom)]:08x}", (first,)), (f"{found:08x}", (rank,))))
 
     def compare(self, binding: Binding, atoms: Iterable[int], sums: Mapping[str, int], version: int) -> int:
         """Compares this target rank's boxes with the sources' checksums; returns how many.
