@@ -16,6 +16,7 @@ from refit_transport.cluster.network import PortRange
 from refit_transport.errors import RefitTransportError, WorkerError
 
 _MOST_NAMED = 8
+_LONGEST_FACT = 200
 
 
 class _Host:
@@ -179,9 +180,21 @@ def _silence(pending: Sequence[Pending], silent: Sequence[tuple[int, int]], time
     return WorkerError(pending[index].group.name, rank, pending[index].phase, reason)
 
 
+def _death(text: str) -> str:
+    """The fact in Ray's paragraph about a dead actor.
+
+    >>> _death("The actor died.\\n  Worker PID: 7 Worker exit detail: End of file. Some common causes include: (1)")
+    'End of file.'
+    """
+    last = text.strip().splitlines()[-1].strip() if text.strip() else "no reason known"
+    detail = last.partition("Worker exit detail: ")[2] or last
+    fact = detail.partition(" Some common causes")[0]
+    return fact if len(fact) <= _LONGEST_FACT else f"{fact[: _LONGEST_FACT - 3]}..."
+
+
 def _worker_error(calls: Pending, rank: int, error: RayError) -> RefitTransportError:
     if isinstance(error, RayActorError):
-        reason = f"the process died ({str(error).strip().splitlines()[-1].strip()})"
+        reason = f"the process died: killed, out of memory, or crashed ({_death(str(error))})"
     else:
         cause = error.cause if isinstance(error, RayTaskError) and error.cause is not None else error
         own = isinstance(cause, RefitTransportError)
