@@ -7,12 +7,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import Any, Self
 
 from refit_transport.config.settings import AVAILABLE_FABRICS, RefitSettings
 from refit_transport.errors import LayoutError, RefitTransportError, TransferError, VersionError
 from refit_transport.fabrics.base import Fabric, Spent
-from refit_transport.fabrics.deadline import Deadline
+from refit_transport.fabrics.deadline import Deadline, DeadlineCaller
 from refit_transport.fabrics.gloo import GlooFabric, address_toward
 from refit_transport.fabrics.rendezvous import ControlChannel
 from refit_transport.layout.manifest import Manifest
@@ -23,6 +24,8 @@ from refit_transport.scheduling.topology import Topology
 from refit_transport.sources.base import Source
 from refit_transport.targets.base import Target
 from refit_transport.transports.base import Endpoint, Job
+
+_GLOO_FIRST_S = 1.0
 
 
 class RefitSession:
@@ -299,10 +302,19 @@ def _fabric(channel: ControlChannel, settings: RefitSettings) -> Fabric:
     if settings.fabric not in AVAILABLE_FABRICS:
         reason = f"fabric {settings.fabric!r} is not available yet: set refit_cfg's fabric to gloo or auto"
         raise TransferError(channel.rank, -1, "connect", "", reason)
-    return GlooFabric(
+    connect = partial(
+        GlooFabric,
         channel.group_store("gloo"),
         rank=channel.rank,
         world_size=channel.world_size,
         address=address_toward(channel.host),
         timeout_s=settings.timeout_s,
     )
+    try:
+        # gloo's own timeout counts anew for each of its steps. Where the first one is missed, its error says more.
+        return DeadlineCaller().call(connect, timeout_s=settings.timeout_s + _GLOO_FIRST_S)
+    except TimeoutError as error:
+        reason = (
+            f"not every rank connected within {settings.timeout_s:g} s (timeout_s): one of them stopped or is cut off"
+        )
+        raise TransferError(channel.rank, -1, "connect", "", reason) from error

@@ -1,12 +1,14 @@
 """Whole sessions over real sockets, with plain tensors on both sides."""
 
 import re
+import threading
 import time
 
 import pytest
 import torch
 from third_party_transport import Counting
 
+from refit_transport import session as session_module
 from refit_transport.config.settings import RefitSettings
 from refit_transport.errors import AgreementError, LayoutError, TransferError, VerificationError, VersionError
 from refit_transport.fabrics.deadline import Deadline
@@ -391,3 +393,19 @@ def test_a_rank_without_its_role_is_named_at_once(rank, given, reason):
     assert re.search(reason, results[rank][0]), results[rank]
     assert all(re.search(r"rank \d, phase prepare: (needs|sources)", message) for message, _ in results), results
     assert all(seconds < 10.0 for _, seconds in results), results
+
+
+def test_a_fabric_that_does_not_connect_holds_nobody_longer_than_the_timeout(monkeypatch):
+    """As where a peer has published its address and then stopped: gloo gives it its timeout several times over."""
+    cluster, ended = Cluster(settings(timeout_s=1.0)), threading.Event()
+    monkeypatch.setattr(session_module, "GlooFabric", lambda *_, **__: ended.wait(30.0))
+
+    def rank_main(channel):
+        began = time.monotonic()
+        with pytest.raises(TransferError, match=r"phase (connect|peer failure): .*within 1 s \(timeout_s\)"):
+            cluster.prepare(channel)
+        return time.monotonic() - began
+
+    seconds = run_ranks(WORLD, rank_main)
+    ended.set()
+    assert all(spent < 10.0 for spent in seconds), seconds
