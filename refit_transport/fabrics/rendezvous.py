@@ -1,9 +1,10 @@
-"""The control channel of a refit: a private TCPStore for small JSON messages, agreements and causes of failure."""
+"""The control channel of a refit: a store for small JSON messages, agreements and causes of failure."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Self, TypeVar
 
@@ -21,13 +22,19 @@ _LEAST_PATIENCE_S = 1.0
 
 
 class ControlChannel:
-    """One rank's access to the refit's store. Rank 0 hosts it; the others join at its address."""
+    """One rank's access to the refit's store: of its own, which rank 0 hosts, or a name space of another one.
 
-    def __init__(self, store: TCPStore, *, host: str, rank: int, world_size: int, timeout_s: float) -> None:
+    `host` is where the ranks' addresses are looked up from; `port` is 0 when the store isn't the refit's own.
+    """
+
+    def __init__(
+        self, store: Store, *, host: str, rank: int, world_size: int, timeout_s: float, where: str = ""
+    ) -> None:
         self._store = store
         self._calls = DeadlineCaller()
         self.timeout_s = timeout_s
-        self.host, self.port = host, int(store.port)
+        self.host, self.port = host, int(store.port) if isinstance(store, TCPStore) else 0
+        self._where = where or f"at {host}:{self.port}, on rank 0,"
         self.rank, self.world_size = rank, world_size
         self._claimed = False
 
@@ -91,8 +98,10 @@ class ControlChannel:
         """
         return [self._wait(topic, rank, deadline) for rank in ranks]
 
-    def agree(self, what: str, value: str, *, deadline: Deadline) -> None:
-        """Returns when every rank has called this with an equal value; rank 0 compares and tells the others.
+    def agree(self, what: str, value: str | None, *, deadline: Deadline) -> None:
+        """Returns when every rank has called this with an equal value, or with None: it goes along with the others.
+
+        Rank 0 compares and tells the others.
 
         Raises:
             AgreementError: naming the values and the ranks that hold them.
@@ -113,6 +122,13 @@ class ControlChannel:
             for key in mine:
                 self._ask("forget", self._store.delete_key, f"{topic}/{key}")
                 self._ask("forget", self._store.delete_key, f"agree/{topic}/{key}")
+
+    def erase(self) -> None:
+        """Removes all that any rank left in the store, where the store can tell; nobody may use the channel again."""
+        # What stays costs memory and nothing else.
+        with suppress(TransferError):
+            for key in self._ask("erase", getattr(self._store, "list_keys", list)):
+                self._ask("erase", self._store.delete_key, key)
 
     def report_failure(self, error: Exception) -> None:
         """Tells the other ranks why this one gives up; only the first cause is kept."""
@@ -151,15 +167,16 @@ class ControlChannel:
         try:
             return self._calls.call(call, *arguments, timeout_s=max(_LEAST_PATIENCE_S, seconds))
         except TimeoutError as error:
-            reason = f"rank 0 holds the control channel at {self.host}:{self.port} and doesn't answer: {error}"
+            reason = f"the control channel {self._where} doesn't answer: {error}"
             raise TransferError(self.rank, 0, phase, "", reason) from error
         except RuntimeError as error:
-            reason = f"the control channel at {self.host}:{self.port} is gone: {str(error).splitlines()[0]}"
+            reason = f"the control channel {self._where} is gone: {str(error).splitlines()[0]}"
             raise TransferError(self.rank, 0, phase, "", reason) from error
 
 
-def _groups(values: Sequence[str]) -> list[tuple[str, list[int]]]:
+def _groups(values: Sequence[str | None]) -> list[tuple[str, list[int]]]:
     groups: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
-        groups.setdefault(value, []).append(rank)
+        if value is not None:
+            groups.setdefault(value, []).append(rank)
     return list(groups.items())
