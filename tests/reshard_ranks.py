@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from refit_transport import Layout, Local, Mesh, RefitSettings, Resharder, Topology, reshard
+from refit_transport import Layout, Local, Mesh, RefitSettings, Resharder, Topology, TransferError, reshard
+from refit_transport.config.settings import SharedMemory, Verify
 from refit_transport.fabrics.gloo import GlooFabric
 from refit_transport.layout import placement as ours
 from refit_transport.testing.oracle import coordinate_tensor
@@ -58,6 +59,8 @@ class Case:
 
     tensors: Mapping[str, tuple[Side, Side]]
     topology: Topology | None
+    verify: Verify
+    shared_memory: SharedMemory
 
 
 def share(whole: torch.Tensor, dim: int, parts: int, index: int) -> torch.Tensor:
@@ -149,7 +152,8 @@ def any_case(rank: int, world_size: int, port: int, case: Case) -> list[str]:
             if holding is not None:
                 sides[index][name] = holding
     src, dst = ((side or None) for side in sides)
-    assert reshard(src, dst, topology=case.topology, settings=SMALL) is dst
+    settings = replace(SMALL, verify=case.verify, shared_memory=case.shared_memory)
+    assert reshard(src, dst, topology=case.topology, settings=settings) is dst
     return [f"{name}: {problem}" for name, part in parts for problem in part.problems()]
 
 
@@ -232,7 +236,11 @@ def in_subgroup(rank: int, world_size: int, port: int) -> bool:
     members = [1, 2, 4]
     group = dist.new_group(members)
     if rank not in members:
-        return True
+        try:
+            reshard(None, None, group=group)
+        except TransferError as error:
+            return "isn't in the given process group" in str(error)
+        return False
     full = torch.arange(9.0)
     there, here = (Layout((9,), Mesh.from_ranks(("tp",), (2,), r), (ours.Shard(0),)) for r in ((4, 2), (2, 1)))
     src = Local(cut(full, there, rank), there) if rank in there.mesh.ranks else None

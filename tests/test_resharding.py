@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 
 import pytest
 import reshard_ranks
 import torch
+from forked_ranks import run_forked
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_pool import RankPool
 from reshard_ranks import Case, Side
 from torch.distributed.tensor import Replicate, Shard
 
-from refit_transport import Layout, Local, Mesh, RefitSettings, Topology, TransferError, reshard
+from refit_transport import Layout, LayoutError, Local, Mesh, RefitSettings, Resharder, Topology, TransferError, reshard
+from refit_transport.errors import RefitTransportError
 from refit_transport.layout import placement as ours
 from refit_transport.testing.strategies import layouts, local_memories, meshes, shapes
 from refit_transport.testing.threads import run_ranks
@@ -45,7 +48,12 @@ def cases(draw):
     for name in ("a", "b", "c")[: draw(st.integers(1, 3))]:
         shape = draw(shapes())
         tensors[name] = draw(sides(shape, there, dtypes[0])), draw(sides(shape, here, dtypes[1]))
-    return Case(tensors, draw(st.none() | topologies()))
+    return Case(
+        tensors,
+        draw(st.none() | topologies()),
+        draw(st.sampled_from(("off", "full"))),
+        draw(st.sampled_from(("auto", "off"))),
+    )
 
 
 @st.composite
@@ -157,6 +165,40 @@ def test_a_control_channel_needs_no_process_group():
 def test_a_lone_process_without_a_group_is_told_so():
     with pytest.raises(TransferError, match=r"no process group: initialize it, or give a control channel"):
         reshard(torch.zeros(1), torch.zeros(1))
+
+
+def test_a_rank_that_dies_is_missed_by_all_others():
+    rows, columns = (Layout((4, 6), Mesh.of(tp=3), (ours.Shard(dim),)) for dim in (0, 1))
+
+    def rank_main(channel):
+        src = Local(torch.zeros(rows.local_shape(channel.rank)), rows)
+        dst, settings = Local(torch.zeros(4, 2), columns), RefitSettings(timeout_s=3.0)
+        resharder = Resharder.prepare(src, dst, group=channel, settings=settings)
+        resharder.run()
+        if channel.rank == 1:
+            os._exit(1)
+        with pytest.raises(RefitTransportError, match="rank 1 in phase"):
+            resharder.run()
+        with pytest.raises(TransferError, match="this one is broken"):
+            resharder.run()
+        return "missed"
+
+    assert run_forked(3, rank_main, lost={1}) == ["missed", None, "missed"]
+
+
+def test_storage_that_moves_between_runs_is_followed_but_not_into_the_other_side():
+    def rank_main(channel):
+        src, dst = torch.ones(3), torch.zeros(3)
+        with Resharder.prepare(src, dst, group=channel) as resharder:
+            resharder.run()
+            src.data, dst.data = torch.full((3,), 2.0), torch.zeros(3)
+            resharder.run()
+            assert dst.tolist() == [2, 2, 2]
+            dst.data = src.data
+            with pytest.raises(LayoutError, match="got the memory of source tensor"):
+                resharder.run()
+
+    run_ranks(1, rank_main)
 
 
 def test_settings_that_name_another_transport_or_coverage_do_not_count():

@@ -17,7 +17,7 @@ _NAME_SPACE = "refit_transport"
 
 
 @dataclass(frozen=True, slots=True)
-class GroupMember:
+class GroupChannel:
     """This process in a process group: its channel, whose ranks are the group's, and everyone's global rank.
 
     `global_ranks` is in the order of the group's ranks, as device meshes number processes.
@@ -27,7 +27,7 @@ class GroupMember:
     global_ranks: tuple[int, ...]
 
 
-def join_group(group: dist.ProcessGroup, *, timeout_s: float) -> GroupMember:
+def join_group(group: dist.ProcessGroup, *, timeout_s: float) -> GroupChannel:
     """Opens a fresh channel among the ranks of `group`; returns at once, and never communicates over the group.
 
     The n-th call on one rank meets the n-th call on every other. Each rank counts in the store itself, so the count
@@ -48,7 +48,7 @@ def join_group(group: dist.ProcessGroup, *, timeout_s: float) -> GroupMember:
         raise TransferError(rank, -1, "rendezvous", "", reason) from error
     where = "in the process group's store"
     channel = ControlChannel(store, host=_host(shared), rank=rank, world_size=size, timeout_s=timeout_s, where=where)
-    return GroupMember(channel, tuple(dist.get_process_group_ranks(group)))
+    return GroupChannel(channel, tuple(dist.get_process_group_ranks(group)))
 
 
 def _open(shared: Store, rank: int) -> Store:

@@ -16,7 +16,7 @@ from refit_transport.layout.wire import decode, encode
 
 T = TypeVar("T")
 
-_FAILURE = "failure"
+_FAILURE, _VERDICT = "failure", "verdict"
 # An answer takes a millisecond, or much longer where all cores are busy; a short timeout isn't meant for it.
 _LEAST_PATIENCE_S = 1.0
 
@@ -110,14 +110,14 @@ class ControlChannel:
         self.publish(topic, value)
         if self.rank == 0:
             values = self.collect(topic, range(self.world_size), deadline=deadline)
-            self._set(f"{topic}/verdict", _groups(values))
-        groups = self._wait(topic, "verdict", deadline)
+            self._set(f"{topic}/{_VERDICT}", _groups(values))
+        groups = self._wait(topic, _VERDICT, deadline)
         if len(groups) > 1:
             raise AgreementError(what.rsplit("/", 1)[0], tuple((held, tuple(ranks)) for held, ranks in groups))
 
     def forget(self, topics: Iterable[str]) -> None:
         """Removes this rank's values of topics, agreements included, that nobody will ask for any more."""
-        mine = [str(self.rank), "verdict"] if self.rank == 0 else [str(self.rank)]
+        mine = [str(self.rank), _VERDICT] if self.rank == 0 else [str(self.rank)]
         for topic in topics:
             for key in mine:
                 self._ask("forget", self._store.delete_key, f"{topic}/{key}")
@@ -148,12 +148,15 @@ class ControlChannel:
 
     def _wait(self, topic: str, rank: int | str, deadline: Deadline) -> Any:
         key, pause = f"{topic}/{rank}", 1e-4
+        # Rank 0 gives up first: it knows on whom everybody waits.
+        patience = Deadline(deadline.remaining() + (_LEAST_PATIENCE_S if rank == _VERDICT else 0.0))
         while not self._ask(topic, self._store.check, [key], deadline=deadline):
             failure = self.failure()
             if failure is not None:
                 raise failure
-            if deadline.passed:
-                raise DeadlineError(f"rank {self.rank}", f"rank {rank}", topic, deadline.seconds)
+            if patience.passed:
+                missing = 0 if rank == _VERDICT else rank
+                raise DeadlineError(f"rank {self.rank}", f"rank {missing}", topic, deadline.seconds)
             time.sleep(pause)
             pause = min(2 * pause, 0.02)
         return decode(self._ask(topic, self._store.get, key))
