@@ -107,7 +107,7 @@ def test_any_two_valid_sides_fit(trained_so, tensor, expert_parallel, engines, g
     plan = plan_transfer(source, target)
     plan.check(source, target)
     topology = Topology.of((range(ranks), range(ranks, ranks + engines * tensor)))
-    build_schedule(plan, topology, bucket_bytes=256).check(source, target)
+    build_schedule(plan, topology, bucket_bytes=256).check(plan)
 
 
 def _check_engine(ranks, tensors):
