@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
-import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +16,11 @@ import ray
 from refit_transport.cluster.generation import EngineConfig, GenerationWorker
 from refit_transport.cluster.network import LOOPBACK, PortRange
 from refit_transport.cluster.policy import PolicyWorker
+from refit_transport.cluster.scratch import scratch_folder
 from refit_transport.cluster.synchronizer import RefitSynchronizer
 from refit_transport.cluster.workers import WorkerGroup, collect
 from refit_transport.config.schema import RefitConfig
 from refit_transport.errors import WorkerError
-
-_LAST_WRITES_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,23 +54,10 @@ def ray_cluster(*, address: str | None, cpus: int | None = None) -> Iterator[Pat
             yield None
     else:
         with (
-            _temporary_folder() as folder,
+            scratch_folder() as folder,
             _ray("local", include_dashboard=False, num_cpus=cpus, _temp_dir=str(folder)),
         ):
             yield folder
-
-
-@contextlib.contextmanager
-def _temporary_folder() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="refit-"))
-    try:
-        yield folder
-    finally:
-        # Ray's processes end in the background, and write until then.
-        end = time.monotonic() + _LAST_WRITES_S
-        while folder.exists() and time.monotonic() < end:
-            shutil.rmtree(folder, ignore_errors=True)
-            time.sleep(0.05)
 
 
 @contextlib.contextmanager
