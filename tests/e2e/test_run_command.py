@@ -47,8 +47,8 @@ def processes(mark: str) -> list[tuple[int, str]]:
 
 
 def temporary_files(folder: Path) -> list[str]:
-    """What a run left in its folder for temporary files."""
-    return sorted(path.name for path in folder.iterdir())
+    """What a run left in its folder for temporary files, beside torch's cache, which all programs share."""
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("torchinductor_"))
 
 
 def shared_memory() -> set[str]:
