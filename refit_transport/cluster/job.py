@@ -66,6 +66,8 @@ def _ray(address: str, **options: Any) -> Iterator[None]:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # The first failure is raised; Ray would print those that follow from it as well.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
+    # Ray tells of a dead worker on stdout, where our JSON goes, and has no switch for it; our error says it too.
+    ray._private.worker.print_to_stdstream = lambda *_, **__: None
     with _ending_in_order() as go_on:
         try:
             ray.init(address=address, log_to_driver=False, logging_level="ERROR", **options)
