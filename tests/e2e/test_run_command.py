@@ -47,8 +47,8 @@ def processes(mark: str) -> list[tuple[int, str]]:
 
 
 def temporary_files(folder: Path) -> list[str]:
-    """What a run left in its folder for temporary files."""
-    return sorted(path.name for path in folder.iterdir())
+    """What a run left in its folder for temporary files, beside torch's cache, which all programs share."""
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("torchinductor_"))
 
 
 def shared_memory() -> set[str]:
@@ -234,9 +234,10 @@ def test_a_worker_killed_at_start_is_named_and_nothing_stays(tmp_path):
 
     thread = threading.Thread(target=kill_first_build)
     thread.start()
-    code, _, errors = run.finish()
+    code, output, errors = run.finish()
     thread.join()
     assert killed.is_set()
-    assert code == 1
+    assert (code, output) == (1, "")
+    assert len(errors) < 1000
     assert "failed in phase start: the process died" in errors
     assert "Traceback" not in errors
