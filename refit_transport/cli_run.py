@@ -57,7 +57,7 @@ def show_round(finished: RefitRound, config: RefitConfig, console: Console) -> N
         f"version {finished.version} of {config.refit_run.refits}: loss {finished.loss:.4f}, refit "
         f"{report.total_seconds * 1e3:.1f} ms"
     )
-    console.print(f"  ms of the slowest rank: {phases}")
+    console.print(f"  ms of the slowest rank: {phases}", soft_wrap=True)
     console.print(
         f"  log-probabilities of trainer and vLLM differ by {finished.largest_difference:.1e} (allowed: "
         f"{config.refit_run.logprob_tolerance:.0e})"
@@ -73,7 +73,7 @@ def show_end(rounds: Sequence[RefitRound], console: Console) -> None:
     for note in render_notes(report):
         console.print(note)
     table = Table(title="Refits")
-    for column in ("version", "loss", "refit", "network", "load", "verify", "difference", "change"):
+    for column in ("version", "loss", "refit", "network", "load", "verify", "differs", "changed"):
         table.add_column(column, justify="right")
     for finished in rounds:
         spent = finished.report.seconds

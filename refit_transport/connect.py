@@ -11,12 +11,15 @@ import torch
 from refit_transport.config.settings import AVAILABLE_FABRICS, RefitSettings
 from refit_transport.errors import TransferError
 from refit_transport.fabrics.base import Fabric
-from refit_transport.fabrics.deadline import Deadline
+from refit_transport.fabrics.deadline import Deadline, DeadlineCaller
 from refit_transport.fabrics.gloo import GlooFabric, address_toward
 from refit_transport.fabrics.rendezvous import ControlChannel
 from refit_transport.fabrics.shared_memory import SharedExchange
 from refit_transport.fabrics.shared_segment import SlotMemory, host_identity
 from refit_transport.scheduling.topology import Topology
+
+# gloo's own timeout counts anew for each of its steps. Where the first one is missed, its error says more.
+_GLOO_FIRST_S = 1.0
 
 
 def connect_fabric(
@@ -54,7 +57,8 @@ def connect_fabric(
         segment.close()
     else:
         memory = torch.empty(slot_bytes, dtype=torch.uint8)
-    return GlooFabric(
+    connect = partial(
+        GlooFabric,
         channel.group_store("gloo"),
         rank=channel.rank,
         world_size=channel.world_size,
@@ -63,6 +67,13 @@ def connect_fabric(
         memory=memory,
         exchange=exchange,
     )
+    try:
+        return DeadlineCaller().call(connect, timeout_s=settings.timeout_s + _GLOO_FIRST_S)
+    except TimeoutError as error:
+        late = (
+            f"not every rank connected within {settings.timeout_s:g} s (timeout_s): one of them stopped or is cut off"
+        )
+        raise TransferError(channel.rank, -1, "connect", "", late) from error
 
 
 def _near(channel: ControlChannel, topology: Topology, settings: RefitSettings, deadline: Deadline) -> list[int]:

@@ -167,10 +167,12 @@ class RefitSession:
         source, target = self._endpoint.source_binding(), self._endpoint.target_binding()
         if source is not None:
             self._channel.publish(topic, self._verifier.source_checksums(source, atoms))
+        sources = [ranked.rank for ranked in self._plan.job.source.ranks]
+        parts = self._channel.collect(topic, sources, deadline=deadline)
+        sums = {atom: value for part in parts for atom, value in part.items()}
+        if source is not None:
+            self._verifier.compare_replicas(source, atoms, sums)
         if target is not None:
-            sources = [ranked.rank for ranked in self._plan.job.source.ranks]
-            parts = self._channel.collect(topic, sources, deadline=deadline)
-            sums = {atom: value for part in parts for atom, value in part.items()}
             self._verified = self._verifier.compare(target, atoms, sums, version)
 
     def _check_forms(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from refit_transport.errors import VerificationError
+from refit_transport.errors import AgreementError, VerificationError
 from refit_transport.fabrics.binding import Binding, Part
 from refit_transport.layout.box import Box
 from refit_transport.layout.manifest import Manifest
@@ -21,8 +21,8 @@ _SAMPLED_SHARE = 16
 class Verifier:
     """Compares boxes of the transfer plan: CRC-32 of their bytes in wire dtype, in row-major order.
 
-    The first holder of each box computes the source's checksum; every target rank computes its own from the memory that
-    its manifest describes.
+    The first holder of each box computes the source's checksum; its other holders and every target rank compute their
+    own from the memory that their manifests describe.
     """
 
     def __init__(self, source: Manifest, target: Manifest, tensors: Iterable[str]) -> None:
@@ -38,6 +38,23 @@ class Verifier:
         rank = binding.manifest.rank
         mine = (atom for atom in atoms if self._first_holder(atom) == rank)
         return {str(atom): self._checksum(binding.cover(*self._box(atom)), atom) for atom in mine}
+
+    def compare_replicas(self, binding: Binding, atoms: Iterable[int], sums: Mapping[str, int]) -> None:
+        """Compares the boxes that this source rank holds beside another with what their first holder has.
+
+        Raises:
+            AgreementError: they differ, so what the targets got depends on who sent it; names the box and both ranks.
+        """
+        rank = binding.manifest.rank
+        for atom in atoms:
+            first, *others = self._plan.rank_sets[self._plan.holders[atom]]
+            if rank not in others:
+                continue
+            name, box = self._box(atom)
+            found = self._checksum(binding.cover(name, box), atom)
+            if found != sums[str(atom)]:
+                values = ((f"checksum {sums[str(atom)]:08x}", (first,)), (f"{found:08x}", (rank,)))
+                raise AgreementError(f"tensor {name}, box {box}", values)
 
     def compare(self, binding: Binding, atoms: Iterable[int], sums: Mapping[str, int], version: int) -> int:
         """Compares this target rank's boxes with the sources' checksums; returns how many.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -24,14 +24,30 @@ def piece_view(piece: Piece, buffers: Mapping[str, torch.Tensor], *, dtype: torc
     `dtype` is that of the elements; a buffer of raw bytes (staging) is seen as such; offsets and strides count them.
 
     Raises:
-        LayoutError: the buffer has elements of another dtype.
+        LayoutError: there is no such buffer, it has elements of another dtype, or the piece reaches beyond it.
     """
+    if piece.buffer not in buffers:
+        raise LayoutError(piece.tensor, -1, f"a buffer {piece.buffer}", "none of that name")
     buffer = buffers[piece.buffer]
     if dtype is not None and buffer.dtype != dtype:
         if buffer.dtype != torch.uint8:
             raise LayoutError(piece.tensor, -1, f"buffer {piece.buffer} of {dtype}", str(buffer.dtype))
         buffer = buffer.view(dtype)
+    # torch looks at the storage only, in which other tensors may lie behind this one.
+    inner, end = _reach(piece.box.shape, piece.strides), _reach(buffer.shape, buffer.stride())
+    if inner >= 0 and (last := piece.offset + inner) > end:
+        expected = f"buffer {piece.buffer} to reach element {last} for box {piece.box}"
+        raise LayoutError(piece.tensor, -1, expected, f"it ends with element {end}")
     return buffer.as_strided(piece.box.shape, piece.strides, buffer.storage_offset() + piece.offset)
+
+
+def _reach(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """How many elements of memory the last element lies behind the first; -1 without elements.
+
+    >>> _reach((2, 3), (8, 1)), _reach((0, 3), (3, 1)), _reach((), ())
+    (10, -1, 0)
+    """
+    return -1 if 0 in shape else sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 def box_view(view: torch.Tensor, around: Box, box: Box) -> torch.Tensor:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from refit_transport.fabrics.loopback import run_all
-from refit_transport.fabrics.program import SlotPool, lower
+from refit_transport.fabrics.program import lower
+from refit_transport.fabrics.slots import Slots, SlotSizes
 from refit_transport.layout.manifest import Manifest
 from refit_transport.planning.planner import plan_transfer
 from refit_transport.scheduling.scheduler import build_schedule
@@ -57,23 +58,25 @@ def deliver(
     plan = plan_transfer(source, target)
     plan.check(source, target)
     schedule = build_schedule(plan, Topology.of(domains), bucket_bytes=bucket_bytes)
-    schedule.check(source, target)
+    schedule.check(plan)
+    sizes = SlotSizes.of([schedule], staging_bytes=1 << 20)
     run_all(
         lower(
             schedule,
             rank,
             source=held.bindings.get(rank),
             target=filled.bindings.get(rank),
-            pool=SlotPool([schedule], staging_bytes=1 << 20),
+            memory=Slots.private(sizes.nbytes),
+            sizes=sizes,
         )
         for rank in sorted(held.bindings.keys() | filled.bindings.keys())
     )
-    traffic, messages = schedule.traffic(), schedule.messages
+    traffic, hops = schedule.traffic(), schedule.hops
     return Delivery(
         filled,
         filled.differences(tensors),
         filled.strays() if wanted is None else [],
         network_bytes=sum(traffic.network_sent.values()),
         copied_bytes=sum(traffic.copied.values()),
-        messages=int((messages.sender != messages.receiver).sum()),
+        messages=int((hops.sender != hops.receiver).sum()),
     )

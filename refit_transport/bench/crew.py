@@ -127,12 +127,16 @@ class Crew:
         return value
 
     def _ended(self, rank: int, method: str) -> WorkerError:
-        """Its exit code or signal; the process is reaped here."""
-        pid, status = os.waitpid(self._pids[rank], os.WNOHANG)
-        if pid:
-            self._pids.remove(pid)
-        how = f"with exit code {os.waitstatus_to_exitcode(status)}" if pid else "or closed its pipe"
-        return WorkerError("of the lab", rank, method, f"the process ended {how}")
+        """Why a rank's pipe is closed: its exit code, or its signal as a negative number."""
+        # The pipe closes a moment before the exit code is there. The process stays a zombie for `close` to reap.
+        end = time.monotonic() + _END_SECONDS
+        while time.monotonic() < end:
+            status = os.waitid(os.P_PID, self._pids[rank], os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if status is not None:
+                code = status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+                return WorkerError("of the lab", rank, method, f"the process ended with exit code {code}")
+            time.sleep(0.01)
+        return WorkerError("of the lab", rank, method, "the process closed its pipe")
 
 
 def _serve(pipe: Connection, worker: Worker) -> None:

@@ -14,13 +14,11 @@ from refit_transport.bench.cases import Case
 from refit_transport.bench.crew import Crew
 from refit_transport.bench.isolation import Announce, isolated
 from refit_transport.bench.lab import Counters, Lab
-from refit_transport.bench.rank import LabRank, Ran, Reference
+from refit_transport.bench.rank import LabRank, Ran, Sample
 from refit_transport.bench.results import CaseResult, LabResult, Repetition, Uplink, VariantResult, judge
 from refit_transport.bench.variants import Variant, settings_of
-from refit_transport.bench.workload import Model
 from refit_transport.errors import LayoutError, RefitTransportError
 from refit_transport.scheduling.schedule import Traffic
-from refit_transport.testing.oracle import coordinate_tensor
 
 # Planning 30 000 tensors on every rank of a busy machine takes its time; nothing else comes near these.
 _PREPARE_SECONDS = 600.0
@@ -72,10 +70,10 @@ def measure_case(case: Case, *, repetitions: int, announce: Announce) -> CaseRes
     """Builds the network, prepares every variant, and refits by each in turn."""
     variants, missing = _expressible(case)
     announce("making the weights")
-    references = _references(case, variants)
+    samples = _samples(case, variants)
     namespaces = [case.wiring.namespace_of(rank) for rank in range(case.wiring.world_size)]
-    with Lab(case.wiring) as lab, Crew(namespaces, lambda rank: LabRank(case, rank, references)) as crew:
-        crew.call("hold", [variant.name for variant in variants], timeout_s=_CALL_SECONDS)
+    with Lab(case.wiring) as lab, Crew(namespaces, lambda rank: LabRank(case, rank, samples)) as crew:
+        crew.call("hold", timeout_s=_CALL_SECONDS)
         rounds = [_Rounds(case, variant, lab, crew) for variant in variants]
         for each in rounds:
             announce(f"preparing {each.variant.name}")
@@ -102,14 +100,13 @@ def _expressible(case: Case) -> tuple[list[Variant], dict[str, str]]:
     return variants, missing
 
 
-def _references(case: Case, variants: Sequence[Variant]) -> dict[str, Reference]:
-    """The oracle's tensors by variant; ranks inherit them by forking."""
-    made: dict[Model, Reference] = {}
+def _samples(case: Case, variants: Sequence[Variant]) -> dict[str, Sample]:
+    """What each variant refits; ranks inherit it by forking."""
+    made: dict[int, Sample] = {}
     for variant in variants:
-        model = case.model_of(variant)
-        if model not in made:
-            made[model] = {w.name: coordinate_tensor(w.name, w.shape, "uint8") for w in model.weights}
-    return {variant.name: made[case.model_of(variant)] for variant in variants}
+        model = id(case.model_of(variant))
+        made[model] = made.get(model) or Sample.of(case, variant)
+    return {variant.name: made[id(case.model_of(variant))] for variant in variants}
 
 
 @dataclass(slots=True)
@@ -130,6 +127,7 @@ class _Rounds:
     def prepare(self, *, version: int) -> None:
         """Prepares the sessions, refits once to warm up, and takes what memory all of that has added."""
         name = self.variant.name
+        self.crew.call("trim", timeout_s=_CALL_SECONDS)
         before = self.crew.call("memory", timeout_s=_CALL_SECONDS)
         port = self.crew.call("listen", name, timeout_s=_CALL_SECONDS, ranks=(0,))[0]
         self._prepare_seconds = max(self.crew.call("prepare", name, port, timeout_s=_PREPARE_SECONDS))

@@ -53,8 +53,8 @@ def _draw(panel: Any, case: CaseResult) -> None:
     panel.bar_label(bars, [f" {median:.0f}" for median in medians], padding=4)
     bound = case.variants[0].bound.seconds * 1e3
     if bound:
-        panel.axvline(bound, color=_BOUND, linestyle="--", linewidth=1.2, label=f"lower bound, {bound:.0f} ms")
-        panel.legend(loc="lower right", frameon=False, fontsize="small")
+        panel.axvline(bound, color=_BOUND, linestyle="--", linewidth=1.2)
+        panel.set_title(f"lower bound {bound:.0f} ms", loc="right", fontsize="small", color=_BOUND)
     panel.invert_yaxis()
     panel.margins(x=0.12)
     panel.set_title(f"{case.title} ({case.nbytes / 1e6:.0f} MB)", loc="left", fontsize="medium")

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 import torch
 
 from refit_transport.bench.cases import Case
-from refit_transport.bench.variants import settings_of
+from refit_transport.bench.variants import Variant, settings_of
 from refit_transport.fabrics.binding import Binding
 from refit_transport.fabrics.rendezvous import ControlChannel
+from refit_transport.layout.manifest import Manifest, RankManifest
 from refit_transport.report import RankReport
 from refit_transport.scheduling.schedule import Traffic, total_traffic
 from refit_transport.session import RefitSession
-from refit_transport.testing.oracle import HeldSide, box_of
+from refit_transport.testing.oracle import HeldSide, box_of, coordinate_tensor
 from refit_transport.testing.sides import HeldSource, HeldTarget
-
-# Full tensors of each model, by name: the oracle's values of version 0, in uint8.
-Reference = Mapping[str, torch.Tensor]
 
 _CONNECT_SECONDS = 60.0
 _DISTINCT_VALUES = 251
@@ -41,12 +42,30 @@ class Ran:
     ranks: tuple[RankReport, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A model's refit before it is forked to the ranks: both sides' manifests, and what is true.
+
+    `truth`: full tensors by name, the oracle's values of version 0, in uint8.
+    """
+
+    ranks: Mapping[int, RankManifest]
+    truth: Mapping[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, case: Case, variant: Variant) -> Self:
+        """What the variant refits."""
+        sides = (case.source_manifest(variant), case.target_manifest(variant))
+        truth = {w.name: coordinate_tensor(w.name, w.shape, "uint8") for w in case.model_of(variant).weights}
+        return cls({ranked.rank: ranked for side in sides for ranked in side.ranks}, truth)
+
+
 @dataclass(slots=True)
 class _Held:
     """One variant on this rank."""
 
     binding: Binding
-    reference: Reference
+    sample: Sample
     channel: ControlChannel | None = None
     session: RefitSession | None = None
     version: int = 0
@@ -54,31 +73,26 @@ class _Held:
 
 @dataclass(slots=True)
 class LabRank:
-    """Serves `bench.crew.Crew`. Every method but the checks is collective over the ranks of the case."""
+    """Serves `bench.crew.Crew`. Every method but the checks is collective over the ranks of the case.
+
+    samples: by variant; variants that refit the same model have the same one.
+    """
 
     case: Case
     rank: int
-    references: Mapping[str, Reference]
+    samples: Mapping[str, Sample]
     _held: dict[str, _Held] = field(default_factory=dict)
 
-    def hold(self, names: list[str]) -> None:
-        """Allocates the weights of these variants; those that refit the same model share them."""
+    def hold(self) -> None:
+        """Allocates the weights; variants that refit the same model share them."""
         # No pacing, and the same on every machine. It is the namespace's own setting.
         _RENO.write_text("reno")
         bindings: dict[int, Binding] = {}
-        for variant in self.case.variants:
-            if variant.name not in names:
-                continue
-            model = self.case.model_of(variant)
-            if id(model) not in bindings:
-                manifest = self.case.target_manifest(variant)
-                if self._is_source:
-                    manifest = self.case.source_manifest(variant)
-                own = type(manifest).of(ranked for ranked in manifest.ranks if ranked.rank == self.rank)
-                bindings[id(model)] = HeldSide.of(own).bindings[self.rank]
-            self._held[variant.name] = _Held(bindings[id(model)], self.references[variant.name])
-            # What filling takes for a moment belongs to the benchmark, not to the refit.
-            self.fill(variant.name, 0)
+        for name, sample in self.samples.items():
+            if id(sample) not in bindings:
+                own = Manifest.of((sample.ranks[self.rank],))
+                bindings[id(sample)] = HeldSide.of(own).bindings[self.rank]
+            self._held[name] = _Held(bindings[id(sample)], sample)
 
     def listen(self, name: str) -> int:
         """Rank 0 opens the variant's control channel; returns its port."""
@@ -117,7 +131,7 @@ class LabRank:
         if self._is_source:
             held = self._held[name]
             for index, piece in enumerate(held.binding.manifest.pieces):
-                box = box_of(held.reference[piece.tensor], piece.box.offset, piece.box.shape)
+                box = box_of(held.sample.truth[piece.tensor], piece.box.offset, piece.box.shape)
                 held.binding.view(index).copy_(of_version(box, version))
 
     def run(self, name: str, start: float) -> Ran:
@@ -137,10 +151,15 @@ class LabRank:
         held, wrong = self._held[name], []
         for index, piece in enumerate(held.binding.manifest.pieces):
             view = held.binding.view(index)
-            box = box_of(held.reference[piece.tensor], piece.box.offset, piece.box.shape)
+            box = box_of(held.sample.truth[piece.tensor], piece.box.offset, piece.box.shape)
             if not torch.equal(view, of_version(box, version).to(view.dtype)):
                 wrong.append(f"rank {self.rank}: {piece.tensor}{piece.box}")
         return wrong
+
+    def trim(self) -> None:
+        """Gives freed memory back to the kernel: what a refit takes then shows, even where others had it before."""
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
 
     def memory(self) -> int:
         """Bytes of this process that hold data: its own pages, and its share of pages shared with others.
@@ -169,7 +188,6 @@ class LabRank:
 def of_version(base: torch.Tensor, version: int) -> torch.Tensor:
     """The oracle's values of a version, from those of version 0 (both integers below 251).
 
-    >>> from refit_transport.testing.oracle import coordinate_tensor
     >>> base = coordinate_tensor("w", (600,), "uint8")
     >>> torch.equal(of_version(base, 7), coordinate_tensor("w", (600,), "int16", version=7))
     True

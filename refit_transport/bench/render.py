@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+
 from rich.console import Group, RenderableType
 from rich.table import Table
 
@@ -10,7 +12,11 @@ from refit_transport.report import sized
 
 
 def render_lab(result: LabResult) -> Group:
-    """Everything, case by case."""
+    """Everything, case by case.
+
+    Columns: median time; slowest less fastest, of the median; bytes out of all NICs; memory of the rank that takes most
+    beyond its weights; cores that others kept busy meanwhile, the kernel's network among them.
+    """
     before, after = result.load
     note = f"medians of {result.repetitions} interleaved repetitions after a warm-up; load average {before:.1f} before"
     parts = [part for case in result.cases for part in (*render_case(case), "")]
@@ -31,11 +37,10 @@ def render_case(case: CaseResult) -> list[RenderableType]:
 
 def _times(title: str, variants: tuple[VariantResult, ...]) -> Table:
     table = Table(title=title, title_justify="left")
-    table.add_column("variant")
-    for column in ("time", "spread", "bound", "of bound", "uplinks", "extra memory", "prepare", "CPU", "other CPU"):
+    table.add_column("variant", overflow="fold")
+    for column in ("time", "spread", "bound", "of bound", "uplinks", "memory", "others"):
         table.add_column(column, justify="right")
     for variant in variants:
-        middle = sorted(variant.repetitions, key=lambda r: r.seconds)[len(variant.repetitions) // 2]
         table.add_row(
             variant.name,
             _milliseconds(variant.seconds),
@@ -44,9 +49,7 @@ def _times(title: str, variants: tuple[VariantResult, ...]) -> Table:
             f"{share:.1%}" if (share := variant.of_bound) is not None else "",
             sized(sum(uplink.measured for uplink in variant.uplinks if uplink.direction == "out")),
             f"{max(variant.extra_memory) / MIB:.1f} MiB",
-            f"{variant.prepare_seconds:.1f} s",
-            f"{middle.cpu:.1f}",
-            f"{middle.other_cpu:.1f}",
+            f"{statistics.median(r.other_cpu for r in variant.repetitions):.1f} CPU",
         )
     return table
 

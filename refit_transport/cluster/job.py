@@ -205,8 +205,13 @@ def _rank_resources(ranks: int) -> dict[str, float]:
     total = ray.cluster_resources()
     if total.get("GPU", 0) > 0:
         return {"GPU": 1.0, "CPU": 1.0}
-    share = min(1.0, total.get("CPU", 1.0) / ranks)
-    return {"CPU": int(share * 1000) / 1000}
+    cpus = total.get("CPU", 1.0)
+    # Ray counts thousandths of a CPU.
+    thousandths = int(1000 * min(1.0, cpus / ranks))
+    if not thousandths:
+        reason = f"{ranks} ranks are too many for {cpus:g} CPUs; lower cluster.gpus_per_node or cluster.num_nodes"
+        raise WorkerError("job", -1, "placement", reason)
+    return {"CPU": thousandths / 1000}
 
 
 def _policy_arguments(config: RefitConfig, group: WorkerGroup, address: str, port: int) -> list[dict[str, Any]]:

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import random
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
 from refit_transport.cluster.checkpoint import CheckpointReader
 from refit_transport.cluster.job import RefitJob, agreed, ray_cluster, running_job
+from refit_transport.cluster.tiny_model import tiny_model
 from refit_transport.cluster.workers import collect
 from refit_transport.config.model import model_shape
-from refit_transport.config.schema import RefitConfig, TinyModel
-from refit_transport.errors import ConfigError, ParityError, Violation
+from refit_transport.config.schema import RefitConfig
+from refit_transport.errors import ParityError
 from refit_transport.report import RefitReport
-
-_MARKER = "made-by-refit-transport"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +54,29 @@ def run_rounds(config: RefitConfig, *, ray_address: str | None, announce: Announ
         WorkerError: a worker failed; everything is released first.
         ParityError: trainer and samplers disagree after a refit, or a refit changed nothing.
     """
-    if config.refit_run.tiny_model is not None:
-        announce("making a tiny model")
-        make_tiny_model(Path(config.policy.model_name), config.refit_run.tiny_model)
-    # Workers would find it too, but only after half a minute, and one after the other.
-    CheckpointReader(Path(config.policy.model_name)).check()
-    announce("starting Ray")
-    with ray_cluster(address=ray_address) as scratch, _started(config, scratch, announce) as job:
+    with (
+        _model(config, announce),
+        ray_cluster(address=ray_address) as scratch,
+        _started(config, scratch, announce) as job,
+    ):
         before = agreed(job.engines, "logprobs", config.refit_run.prompts, timeout_s=config.refit_run.worker_timeout_s)
         for version in range(1, config.refit_run.refits + 1):
             finished = _round(config, job, version, before, announce)
             before = finished[1]
             yield finished[0]
+
+
+@contextmanager
+def _model(config: RefitConfig, announce: Announce) -> Iterator[None]:
+    folder, wanted = Path(config.policy.model_name), config.refit_run.tiny_model
+    with ExitStack() as stack:
+        if wanted is not None:
+            announce("making a tiny model, unless it is there")
+            stack.enter_context(tiny_model(folder, wanted))
+        # Workers would find it too, but only after half a minute, and one after the other.
+        CheckpointReader(folder).check()
+        announce("starting Ray")
+        yield
 
 
 @contextmanager
@@ -124,41 +130,3 @@ def token_batch(config: RefitConfig, step: int) -> list[list[int]]:
         start, stride = dice.randrange(vocab), dice.randrange(1, 8)
         rows.append([(start + stride * place) % vocab for place in range(config.sequence_length)])
     return rows
-
-
-def make_tiny_model(folder: Path, wanted: TinyModel) -> None:
-    """Writes the tiny model that a configuration asks for; leaves it alone where it is already there.
-
-    The folder appears with everything in it or not at all, and another run that reads the same model isn't disturbed.
-
-    Raises:
-        ConfigError: the folder holds something that wasn't made here, or can't be written.
-    """
-    marker = folder / _MARKER
-    try:
-        if marker.is_file() and marker.read_text(encoding="utf-8") == wanted.model_dump_json():
-            return
-        if not marker.exists() and folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-            reason = "holds files that weren't made by refit_run.tiny_model, and they are not overwritten"
-            raise _no_room_for_the_model(folder, reason)
-        _write_tiny_model(folder, wanted)
-    except (OSError, SafetensorError) as error:
-        raise _no_room_for_the_model(folder, f"can't be written: {error}") from error
-
-
-def _write_tiny_model(folder: Path, wanted: TinyModel) -> None:
-    from refit_transport.testing.models import save_tiny_model
-
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as made:
-        model = Path(made) / "model"
-        save_tiny_model(model, kind=wanted.kind, seed=wanted.seed, **wanted.hf_config())
-        (model / _MARKER).write_text(wanted.model_dump_json(), encoding="utf-8")
-        if folder.exists():
-            shutil.rmtree(folder)
-        model.rename(folder)
-
-
-def _no_room_for_the_model(folder: Path, reason: str) -> ConfigError:
-    remedy = "name another folder, or remove refit_run.tiny_model to use the model that is there"
-    return ConfigError("refit_run", (Violation("policy.model_name", str(folder), reason, remedy),))

@@ -16,6 +16,8 @@ from refit_transport.cluster.network import PortRange
 from refit_transport.errors import RefitTransportError, WorkerError
 
 _MOST_NAMED = 8
+_LONGEST_FACT = 200
+_LATECOMERS_S = 3.0
 
 
 class _Host:
@@ -163,27 +165,68 @@ def collect(pending: Sequence[Pending], *, timeout_s: float) -> list[dict[int, A
         try:
             results[index][rank] = ray.get(ready[0])
         except RayError as error:
-            raise _worker_error(pending[index], rank, error) from error
+            cause, silent = _cause(error, ready[0], waiting)
+            raise _worker_error(pending, places[cause[0]], cause[1], [places[s] for s in silent]) from cause[1]
     return results
+
+
+def _cause(error: RayError, reference: Any, waiting: Sequence[Any]) -> tuple[tuple[Any, RayError], Sequence[Any]]:
+    """The failure to tell, with its reference, and the references that give no answer.
+
+    The peers of a worker that died or stopped often fail first, with errors that follow from it. So the others get a
+    moment; who died is the cause, and who is silent is worth a word.
+    """
+    end = time.monotonic() + _LATECOMERS_S
+    while waiting and not isinstance(error, RayActorError) and time.monotonic() < end:
+        ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, end - time.monotonic()))
+        for other in ready:
+            try:
+                ray.get(other)
+            except RayActorError as death:
+                return (other, death), ()
+            except RayError:
+                continue
+    return (reference, error), () if isinstance(error, RayActorError) else waiting
 
 
 def _silence(pending: Sequence[Pending], silent: Sequence[tuple[int, int]], timeout_s: float) -> WorkerError:
     """Names every worker that doesn't answer: those that wait for the one that hangs are among them."""
     (index, rank), *others = silent
-    named = [f"{pending[i].group.name} rank {r}" for i, r in others[:_MOST_NAMED]]
-    if len(others) > _MOST_NAMED:
-        named.append(f"{len(others) - _MOST_NAMED} more")
-    also = f" (nor from {', '.join(named)})" if named else ""
+    also = f" (nor from {_names(pending, others)})" if others else ""
     remedy = "raise refit_run.worker_timeout_s or the transport's timeout_s if they are only slow"
     reason = f"no answer within {timeout_s:g} s{also}; {remedy}"
     return WorkerError(pending[index].group.name, rank, pending[index].phase, reason)
 
 
-def _worker_error(calls: Pending, rank: int, error: RayError) -> RefitTransportError:
+def _names(pending: Sequence[Pending], places: Sequence[tuple[int, int]]) -> str:
+    named = [f"{pending[index].group.name} rank {rank}" for index, rank in places[:_MOST_NAMED]]
+    if len(places) > _MOST_NAMED:
+        named.append(f"{len(places) - _MOST_NAMED} more")
+    return ", ".join(named)
+
+
+def _death(text: str) -> str:
+    """The fact in Ray's paragraph about a dead actor.
+
+    >>> _death("The actor died.\\n  Worker PID: 7 Worker exit detail: End of file. Some common causes include: (1)")
+    'End of file.'
+    """
+    last = text.strip().splitlines()[-1].strip() if text.strip() else "no reason known"
+    detail = last.partition("Worker exit detail: ")[2] or last
+    fact = detail.partition(" Some common causes")[0]
+    return fact if len(fact) <= _LONGEST_FACT else f"{fact[: _LONGEST_FACT - 3]}..."
+
+
+def _worker_error(
+    pending: Sequence[Pending], place: tuple[int, int], error: RayError, silent: Sequence[tuple[int, int]]
+) -> WorkerError:
+    index, rank = place
     if isinstance(error, RayActorError):
-        reason = f"the process died ({str(error).strip().splitlines()[-1].strip()})"
+        reason = f"the process died: killed, out of memory, or crashed ({_death(str(error))})"
     else:
         cause = error.cause if isinstance(error, RayTaskError) and error.cause is not None else error
         own = isinstance(cause, RefitTransportError)
         reason = str(cause) if own else f"{type(cause).__name__}: {cause}"
-    return WorkerError(calls.group.name, rank, calls.phase, reason)
+    if silent:
+        reason += f"; no answer from {_names(pending, silent)}"
+    return WorkerError(pending[index].group.name, rank, pending[index].phase, reason)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 
 import numpy as np
 
 from refit_transport.planning.plan import Ints
-from refit_transport.scheduling.schedule import Schedule
+from refit_transport.scheduling.schedule import Hops, Schedule
 from refit_transport.scheduling.topology import Topology
 
 
@@ -23,10 +24,10 @@ class Makespan:
 def simulate(schedule: Schedule, topology: Topology) -> Makespan:
     """Runs a schedule in the time model.
 
-    Each NIC, and each rank's local link, sends one hop after the other and receives one after the other, in the
-    schedule's order and at its rate; what is sent before the receiver gets to it waits in the network. A hop begins
-    when its parent is done. So the makespan is at least every NIC's bytes over its rate, hence at least `bound`, and
-    exceeds them by pipelines that fill and by links that wait. Packing, latency and copies inside a rank cost nothing.
+    Each NIC, and each rank's local link, sends one hop at a time: of those whose payload is there, the first in the
+    schedule's order. It receives one at a time, in order of arrival. A hop is done when the slower of its two ends is,
+    and what follows it can begin. So the makespan is at least every NIC's bytes over its rate, hence at least `bound`,
+    and exceeds them by pipelines that fill and by links that wait. Packing, latency and local copies cost nothing.
 
     >>> from refit_transport.layout.layout import Layout, manifest_from_layouts
     >>> from refit_transport.layout.mesh import Mesh
@@ -45,8 +46,9 @@ def simulate(schedule: Schedule, topology: Topology) -> Makespan:
     ranks = np.unique(np.concatenate((hops.sender, hops.receiver)))
     nic_of = _table(ranks, [topology.nic(rank) for rank in ranks.tolist()])
     out, into = _links(hops.sender, hops.local, nic_of, nics), _links(hops.receiver, hops.local, nic_of, nics)
-    rates = [nic.rate for nic in topology.nics]
-    seconds = _run(schedule, nbytes, out, into, rates, topology.local_rate)
+    links = int(max(out.max(initial=0), into.max(initial=0))) + 1
+    pace = [nic.rate for nic in topology.nics] + [topology.local_rate] * max(0, links - nics)
+    seconds = _Play(schedule.hops, nbytes, out, into, pace).run()
     network = ~hops.local
     return Makespan(
         seconds,
@@ -55,23 +57,53 @@ def simulate(schedule: Schedule, topology: Topology) -> Makespan:
     )
 
 
-def _run(schedule: Schedule, nbytes: Ints, out: Ints, into: Ints, rates: list[float], local_rate: float) -> float:
-    """The end of the last hop, one hop after the other; links beyond the NICs are the ranks' local ones."""
-    links = int(max(out.max(initial=0), into.max(initial=0))) + 1
-    pace = rates + [local_rate] * max(0, links - len(rates))
-    sends_until, receives_until = [0.0] * len(pace), [0.0] * len(pace)
-    done: list[float] = []
-    copies = (schedule.hops.sender == schedule.hops.receiver).tolist()
-    columns = (schedule.hops.parent.tolist(), nbytes.tolist(), out.tolist(), into.tolist(), copies)
-    for parent, size, sender, receiver, is_copy in zip(*columns, strict=True):
-        if is_copy:
-            done.append(0.0)
-            continue
-        begin = max(sends_until[sender], done[parent] if parent >= 0 else 0.0)
-        sends_until[sender] = begin + size / pace[sender]
-        receives_until[receiver] = max(begin, receives_until[receiver]) + size / pace[receiver]
-        done.append(max(sends_until[sender], receives_until[receiver]))
-    return max(done, default=0.0)
+class _Play:
+    """Events in order of time: a hop's payload is there, or a link can send again. Links beyond the NICs are local."""
+
+    def __init__(self, hops: Hops, nbytes: Ints, out: Ints, into: Ints, pace: list[float]) -> None:
+        self._out, self._into, self._pace = out.tolist(), into.tolist(), pace
+        self._size = np.where(hops.sender == hops.receiver, 0, nbytes).tolist()
+        self._parent = hops.parent.tolist()
+        self._children: dict[int, list[int]] = {}
+        self._waiting: list[list[int]] = [[] for _ in pace]
+        for hop, parent in enumerate(self._parent):
+            if parent >= 0:
+                self._children.setdefault(parent, []).append(hop)
+            else:
+                self._waiting[self._out[hop]].append(hop)
+        self._busy = [False] * len(pace)
+        self._receives_until = [0.0] * len(pace)
+        # (time, hop): the hop's payload is there; (time, -1 - link): the link can send again.
+        self._events: list[tuple[float, int]] = []
+        self._end = 0.0
+
+    def run(self) -> float:
+        """The end of the last hop."""
+        for link in range(len(self._pace)):
+            self._send_next(link, 0.0)
+        while self._events:
+            now, what = heapq.heappop(self._events)
+            link = -1 - what if what < 0 else self._out[what]
+            if what < 0:
+                self._busy[link] = False
+            else:
+                heapq.heappush(self._waiting[link], what)
+            self._send_next(link, now)
+        return self._end
+
+    def _send_next(self, link: int, now: float) -> None:
+        if self._busy[link] or not self._waiting[link]:
+            return
+        hop = heapq.heappop(self._waiting[link])
+        receiver, size = self._into[hop], self._size[hop]
+        sent = now + size / self._pace[link]
+        self._receives_until[receiver] = max(now, self._receives_until[receiver]) + size / self._pace[receiver]
+        done = max(sent, self._receives_until[receiver])
+        self._end = max(self._end, done)
+        self._busy[link] = True
+        heapq.heappush(self._events, (sent, -1 - link))
+        for child in self._children.get(hop, ()):
+            heapq.heappush(self._events, (done, child))
 
 
 def _table(ranks: Ints, nics: list[int]) -> Ints:

@@ -67,19 +67,22 @@ def build_schedule(
 def schedule_flows(plan: TransferPlan, flows: Iterable[Flow], topology: Topology, *, bucket_bytes: int) -> Schedule:
     """Cuts and packs what the flows carry, and orders the payloads (passes 5 and 6).
 
-    All routes progress alike: the k-th of a route's n payloads comes at the fraction (k + 1/2) / n of the schedule. So
-    at any time every NIC has done about the same part of its work, and none is needed for long by some route alone.
+    All routes progress alike: the k-th of a route's n payloads comes at the fraction (k + p) / n of the schedule. So at
+    any time every NIC has done about the same part of its work. The phase p, in [0, 1), grows with the distance from
+    root to first receiver, so that at any time different roots send to different receivers.
     """
     streams = streams_of(plan, flows, bucket_bytes=bucket_bytes)
     routes = list(streams)
     payloads: list[list[Stack]] = []
     route_of: list[int] = []
     progress: list[float] = []
+    ranks = 1 + max((max(route.root, *route.receivers) for route in routes), default=0)
     for index, route in enumerate(routes):
+        phase = (route.hops[0].receiver - route.root) % ranks / ranks
         packed = list(pack(streams[route], bucket_bytes=bucket_bytes))
         payloads += packed
         route_of += [index] * len(packed)
-        progress += [(number + 0.5) / len(packed) for number in range(len(packed))]
+        progress += [(number + phase) / len(packed) for number in range(len(packed))]
     order = np.lexsort((np.array(route_of, dtype=np.int64), np.array(progress)))
     ordered = [payloads[row] for row in order.tolist()]
     parcels, size = _parcels(plan, ordered)

@@ -9,12 +9,17 @@ from typing import Any
 import pytest
 
 from refit_transport.cluster.checkpoint import CheckpointReader
-from refit_transport.cluster.run import make_tiny_model
+from refit_transport.cluster.tiny_model import tiny_model
 from refit_transport.config.schema import TinyModel
 from refit_transport.errors import ConfigError
 from refit_transport.testing import models
 
 WANTED = TinyModel(kind="dense", num_hidden_layers=1)
+
+
+def make_tiny_model(folder: Path, wanted: TinyModel) -> None:
+    with tiny_model(folder, wanted):
+        pass
 
 
 def stamps(folder: Path) -> dict[str, int]:
@@ -58,3 +63,15 @@ def test_files_of_somebody_else_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"policy\.model_name: holds files"):
             make_tiny_model(folder, WANTED)
     assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_a_model_in_use_is_shared_with_who_wants_the_same_and_kept_from_others(tmp_path: Path) -> None:
+    folder, other = tmp_path / "model", WANTED.model_copy(update={"seed": 1})
+    with tiny_model(folder, WANTED):
+        before = stamps(folder)
+        make_tiny_model(folder, WANTED)
+        with pytest.raises(ConfigError, match=r"policy\.model_name: is in use by another run"):
+            make_tiny_model(folder, other)
+        assert stamps(folder) == before
+    make_tiny_model(folder, other)
+    assert stamps(folder) != before

@@ -389,7 +389,7 @@ class TestConfig:
     def test_buffer_defaults_follow_the_staging_memory(self, accept: Any) -> None:
         key = "policy.generation.refit_cfg.nccl_reshard.staging_bytes"
         settings = accept({key: "2MiB"}).settings
-        assert (settings.staging_bytes, settings.bucket_bytes) == (2**21, 2**18)
+        assert (settings.staging_bytes, settings.bucket_bytes) == (2**21, 2**17)
 
     def test_settings_follow_the_transport(self, accept: Any) -> None:
         generation = "policy.generation"

@@ -163,12 +163,14 @@ CASES = [
     # The world outside.
     case("no folder", {"policy.model_name": "no/such/folder"}, "policy.model_name", "is no folder", "download"),
     # Buffers, topology, ports, the run.
-    case("bucket", {f"{N}.bucket_bytes": "32MiB"}, f"{N}.bucket_bytes", "at most staging_bytes = 16777216", "lower"),
+    case(
+        "bucket", {f"{N}.bucket_bytes": "32MiB"}, f"{N}.bucket_bytes", "a quarter of staging_bytes = 16777216", "lower"
+    ),
     case(
         "chunk",
         {f"{G}.refit_cfg.gather_broadcast": {"bucket_bytes": "2MiB", "staging_bytes": "1MiB"}},
         f"{G}.refit_cfg.gather_broadcast.bucket_bytes",
-        "at most staging_bytes = 1048576",
+        "a quarter of staging_bytes = 1048576",
         "lower",
     ),
     case(

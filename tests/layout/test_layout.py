@@ -116,7 +116,9 @@ def test_layouts_are_equal_when_every_rank_holds_the_same():
     assert fsdp.digest() == plain.digest() == transposed.digest()
     for same in (StridedShard(0, 1), BlockShard(0, (8,)), BlockShard(0, (0, 8))):
         assert Layout((8, 3), mesh, (Replicate(), same)) == Layout((8, 3), mesh, (Replicate(), Shard(0)))
-    assert BlockShard(0, (4, 4)) != StridedShard(0, 2)
+    alone = Mesh.of(dp=1, tp=2)
+    for same in (Shard(0), StridedShard(0, 2), BlockShard(0, (3, 5)), Shard(1), Replicate()):
+        assert Layout((8, 3), alone, (same, Shard(0))) == Layout((8, 3), Mesh.of(tp=2), (Shard(0),))
     assert Layout((8,), Mesh.of(a=2), (BlockShard(0, (4, 4)),)) == Layout((8,), Mesh.of(a=2), (StridedShard(0, 2),))
 
 

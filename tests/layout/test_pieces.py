@@ -57,6 +57,15 @@ def test_merged_pieces_have_the_same_elements_at_the_same_addresses(pieces):
     assert merge_pieces(merged) == merged
 
 
+@given(cut_tensors(), st.lists(st.integers(0, 5), min_size=4, max_size=4))
+def test_a_clipped_piece_keeps_the_addresses_inside_the_box(pieces, ends):
+    box = Box.of(tuple(sorted(ends[:2])), tuple(sorted(ends[2:])))
+    for piece in pieces:
+        part = within(piece, box)
+        inside = [place for place in addresses([piece]) if box.contains(Box.at(place[1], (1, 1)))]
+        assert ([] if part is None else addresses([part])) == inside
+
+
 def test_a_grid_of_cuts_of_one_memory_becomes_one_piece():
     whole = Piece("w", Box.full((4, 6)), "b", 3, (1, 8))
     cells = [within(whole, Box.of((i, i + 1), (j, j + 3))) for j in (3, 0) for i in (2, 0, 3, 1)]

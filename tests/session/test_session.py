@@ -1,11 +1,14 @@
 """Whole sessions over real sockets, with plain tensors on both sides."""
 
+import re
+import threading
 import time
 
 import pytest
 import torch
 from third_party_transport import Counting
 
+from refit_transport import session as session_module
 from refit_transport.config.settings import RefitSettings
 from refit_transport.errors import AgreementError, LayoutError, TransferError, VerificationError, VersionError
 from refit_transport.fabrics.deadline import Deadline
@@ -333,3 +336,77 @@ def test_verification_names_a_box_that_differs_from_the_source():
 
     messages = run_ranks(WORLD, rank_main)
     assert all(EXPERTS[0] in message and "target rank 7" in message for message in messages), messages
+
+
+@pytest.mark.parametrize("holder", [2, 3])
+def test_replicas_of_a_source_that_differ_are_named_by_verification(holder):
+    cluster = Cluster(settings(verify="full", timeout_s=10.0))
+    first = holder - 2
+    name = "model.norm.weight"
+    cluster.held.bindings[holder].buffers[name][1] += 1
+
+    def rank_main(channel):
+        session = cluster.prepare(channel)
+        with pytest.raises((AgreementError, VerificationError, TransferError)) as caught:
+            session.run(1)
+        assert session.version == -1
+        return str(caught.value)
+
+    box = "[0:4]" if first == 0 else "[4:8]"
+    for message in run_ranks(WORLD, rank_main):
+        assert f"the ranks disagree about tensor {name}, box {box}" in message
+        assert f"on rank [{first}]" in message
+        assert f"on rank [{holder}]" in message
+
+
+@pytest.mark.parametrize(
+    ("rank", "given", "reason"),
+    [
+        (1, {}, r"rank 1, phase prepare: needs a source.*got none"),
+        (6, {"target": None}, r"rank 6, phase prepare: needs a target, because ranks 0 to 3 of 8.*got none"),
+        (6, {"both": True}, r"rank 6, phase prepare: needs a target.*got \['source', 'target'\]"),
+        (6, {"sources": 8}, r"rank 6, phase prepare: sources must be from 1 to 7.*got 8"),
+    ],
+)
+def test_a_rank_without_its_role_is_named_at_once(rank, given, reason):
+    cluster = Cluster(settings(timeout_s=30.0))
+
+    def rank_main(channel):
+        r = channel.rank
+        source = HeldSource(cluster.held.bindings[r]) if r < SOURCES else None
+        target, sources = cluster.targets.get(r), SOURCES
+        if r == rank:
+            sources = given.get("sources", SOURCES)
+            source = HeldSource(cluster.held.bindings[0]) if given.get("both") else None
+            target = None if "target" in given else target
+        began = time.monotonic()
+        with pytest.raises(TransferError) as caught:
+            RefitSession.prepare(
+                channel,
+                sources=sources,
+                settings=cluster.settings if r == 0 else None,
+                source=source,
+                target=target,
+            )
+        return str(caught.value), time.monotonic() - began
+
+    results = run_ranks(WORLD, rank_main)
+    assert re.search(reason, results[rank][0]), results[rank]
+    assert all(re.search(r"rank \d, phase prepare: (needs|sources)", message) for message, _ in results), results
+    assert all(seconds < 10.0 for _, seconds in results), results
+
+
+def test_a_fabric_that_does_not_connect_holds_nobody_longer_than_the_timeout(monkeypatch):
+    """As where a peer has published its address and then stopped: gloo gives it its timeout several times over."""
+    cluster, ended = Cluster(settings(timeout_s=1.0)), threading.Event()
+    monkeypatch.setattr(session_module, "GlooFabric", lambda *_, **__: ended.wait(30.0))
+
+    def rank_main(channel):
+        began = time.monotonic()
+        with pytest.raises(TransferError, match=r"phase (connect|peer failure): .*within 1 s \(timeout_s\)"):
+            cluster.prepare(channel)
+        return time.monotonic() - began
+
+    seconds = run_ranks(WORLD, rank_main)
+    ended.set()
+    assert all(spent < 10.0 for spent in seconds), seconds

@@ -57,7 +57,9 @@ def dtensor_layouts(draw, shape):
 
 def distributed(full, layout):
     """The DTensor of `full` on the process that we are now; torch cuts, without communication."""
-    mesh = DeviceMesh("cpu", torch.tensor(layout.mesh.ranks).view(layout.mesh.shape), mesh_dim_names=layout.mesh.axes)
+    # torch caches by mesh what depends on the process's rank, so each rank has axis names of its own.
+    names = tuple(f"{axis}{dist.get_rank()}" for axis in layout.mesh.axes)
+    mesh = DeviceMesh("cpu", torch.tensor(layout.mesh.ranks).view(layout.mesh.shape), mesh_dim_names=names)
     return distribute_tensor(full, mesh, [torch_placement(p) for p in layout.placements], src_data_rank=None)
 
 

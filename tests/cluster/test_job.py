@@ -1,0 +1,80 @@
+"""How ranks share a cluster's CPUs, and how signals end a job."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import ray
+
+from refit_transport.cluster import job
+from refit_transport.errors import WorkerError
+
+# Waits until a signal ends it, and takes a while to clean up.
+WAITING = """
+import sys, time
+from refit_transport.cluster.job import _ending_in_order
+with _ending_in_order() as arm:
+    arm()
+    try:
+        print("ready", flush=True)
+        time.sleep(60)
+    finally:
+        print("cleaning up", flush=True)
+        time.sleep(1.0)
+        print("cleaned up", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("cluster", "ranks", "resources"),
+    [
+        ({"CPU": 8.0}, 4, {"CPU": 1.0}),
+        ({"CPU": 2.0}, 4, {"CPU": 0.5}),
+        ({"CPU": 2.0}, 2000, {"CPU": 0.001}),
+        ({"CPU": 8.0, "GPU": 4.0}, 4, {"GPU": 1.0, "CPU": 1.0}),
+    ],
+)
+def test_ranks_share_what_there_is(
+    monkeypatch: pytest.MonkeyPatch, cluster: dict[str, float], ranks: int, resources: dict[str, float]
+) -> None:
+    monkeypatch.setattr(ray, "cluster_resources", lambda: cluster)
+    assert job._rank_resources(ranks) == resources
+
+
+def test_more_ranks_than_ray_can_place_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0})
+    with pytest.raises(WorkerError, match=r"2001 ranks are too many for 2 CPUs; lower cluster\.gpus_per_node"):
+        job._rank_resources(2001)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_second_signal_does_not_disturb_the_cleaning_up(number: signal.Signals, code: int) -> None:
+    process = subprocess.Popen([sys.executable, "-c", WAITING], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    os.kill(process.pid, number)
+    assert process.stdout.readline() == "cleaning up\n"
+    os.kill(process.pid, number)
+    assert process.communicate(timeout=30.0)[0] == "cleaned up\n"
+    assert process.returncode == code
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n{WAITING}"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    os.kill(process.pid, signal.SIGHUP)
+    time.sleep(0.3)
+    assert process.poll() is None
+    process.terminate()
+    assert process.wait(30.0) == 143
+    process.stdout.close()
