@@ -17,6 +17,9 @@ from refit_transport.fabrics.deadline import Deadline
 from refit_transport.fabrics.gloo import _Execution
 from refit_transport.fabrics.program import lower
 from refit_transport.fabrics.slots import Slots, SlotSizes
+from refit_transport.layout.layout import Layout, manifest_from_layouts
+from refit_transport.layout.mesh import Mesh
+from refit_transport.layout.placement import Replicate, Shard
 from refit_transport.planning.planner import plan_transfer
 from refit_transport.scheduling.broadcast import build_broadcast
 from refit_transport.scheduling.scheduler import PASSES, build_schedule
@@ -132,7 +135,25 @@ def cases(draw):
 @settings(deadline=None, max_examples=60)
 @given(cases(), st.integers(2, 7), st.booleans(), st.integers(0, 1 << 30))
 def test_no_deadlock_and_no_slot_reused_too_early(case, slots, shares, seed):
-    source, target, topology, schedule = case
+    assert_delivers(*case, slots=slots, shares=shares, seed=seed)
+
+
+@pytest.mark.parametrize("shares", [True, False])
+@pytest.mark.parametrize("domains", [(range(6),), (range(2), range(2, 4), range(4, 6))])
+def test_many_payloads_through_two_slots(domains, shares):
+    here = {"w": Layout((64, 8), Mesh.of(dp=2), (Replicate(),))}
+    there = {"w": Layout((64, 8), Mesh.of(first_rank=2, dp=2, tp=2), (Replicate(), Shard(1)))}
+    pair = (
+        manifest_from_layouts("source", here, dtype="uint8"),
+        manifest_from_layouts("target", there, dtype="uint8"),
+    )
+    topology = Topology.of(domains)
+    schedule = build_schedule(plan_transfer(*pair), topology, bucket_bytes=16)
+    for seed in range(4):
+        assert_delivers(*pair, topology, schedule, slots=2, shares=shares, seed=seed)
+
+
+def assert_delivers(source, target, topology, schedule, *, slots, shares, seed):
     tensors = {spec.name: coordinate_tensor(spec.name, spec.shape, spec.dtype) for spec in source.tensors}
     held, wanted = HeldSide.of(source, tensors), HeldSide.of(target)
     ranks = sorted(held.bindings.keys() | wanted.bindings.keys())
