@@ -70,10 +70,8 @@ def connect_fabric(
     try:
         return DeadlineCaller().call(connect, timeout_s=settings.timeout_s + _GLOO_FIRST_S)
     except TimeoutError as error:
-        late = (
-            f"not every rank connected within {settings.timeout_s:g} s (timeout_s): one of them stopped or is cut off"
-        )
-        raise TransferError(channel.rank, -1, "connect", "", late) from error
+        late = f"not every rank connected within {settings.timeout_s:g} s (timeout_s)"
+        raise TransferError(channel.rank, -1, "connect", "", f"{late}: one of them stopped or is cut off") from error
 
 
 def _near(channel: ControlChannel, topology: Topology, settings: RefitSettings, deadline: Deadline) -> list[int]:
