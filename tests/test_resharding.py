@@ -90,17 +90,19 @@ def test_parameters_and_whole_tensors_of_state_dicts(ranks):
 
 
 @pytest.mark.parametrize(
-    ("domains", "network"),
+    ("domains", "nics", "network"),
     [
-        # Of rank 2's 4 columns, 3 rows come from rank 0 and 3 from rank 1; rank 1 takes 3 rows from rank 0.
-        (((0,), (1,), (2,), (3, 4)), (24 + 12) * 4 - 12 * 4 + 12 * 4),
-        (((0, 1, 2, 3, 4),), 0),
-        (((0, 1), (2, 3), (4,)), 24 * 4),
-        (((0,), (1, 2), (3, 4)), 24 * 4),
+        # Ranks 1 and 2 each want 3 rows of rank 0, and rank 2 wants 3 of rank 1; 4 floats in each.
+        (((0,), (1,), (2,), (3, 4)), "domain", 3 * 48),
+        (((0, 1, 2, 3, 4),), "domain", 0),
+        (((0, 1), (2, 3), (4,)), "domain", 2 * 48),
+        (((0,), (1, 2), (3, 4)), "domain", 2 * 48),
+        # The NICs of ranks 3 and 4 would be free to relay for rank 2, but these ranks have no part.
+        (((0,), (1,), (2, 3, 4)), "rank", 3 * 48),
     ],
 )
-def test_one_preparation_serves_many_runs_and_bytes_follow_the_topology(ranks, domains, network):
-    found = ranks.run(reshard_ranks.repeated, topology=Topology.of(domains), versions=4)
+def test_one_preparation_serves_many_runs_and_bytes_follow_the_topology(ranks, domains, nics, network):
+    found = ranks.run(reshard_ranks.repeated, topology=Topology.of(domains, nics=nics), versions=4)
     assert found[0] == [(network, ["source", "both", "target", "none", "none"])] * 4
     assert found[1:] == [[]] * (WORLD - 1)
 
@@ -147,7 +149,8 @@ def test_one_cause_on_every_rank_and_the_group_goes_on(ranks, fault, words):
 
 
 def test_many_calls_leave_nothing_behind(ranks):
-    assert ranks.run(reshard_ranks.leftovers, calls=5) == [(0, 0, 0)] * WORLD
+    # What earlier calls left to a thread that ends may go meanwhile.
+    assert all(max(found) <= 0 for found in ranks.run(reshard_ranks.leftovers, calls=5))
 
 
 def test_a_control_channel_needs_no_process_group():
