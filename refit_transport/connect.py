@@ -76,11 +76,11 @@ def connect_fabric(
 
 def _near(channel: ControlChannel, topology: Topology, settings: RefitSettings, deadline: Deadline) -> list[int]:
     """The other ranks of this one's domain that share memory with it; both ends come to the same answer."""
-    everyone: Iterable[int] = range(channel.world_size)
-    if settings.shared_memory == "off":
+    everyone: Iterable[int] = sorted(topology.ranks.intersection(range(channel.world_size)))
+    if settings.shared_memory == "off" or channel.rank not in everyone:
         return []
     channel.publish("memory", host_identity())
-    hosts: list[Any] = channel.collect("memory", everyone, deadline=deadline)
+    hosts: dict[int, Any] = dict(zip(everyone, channel.collect("memory", everyone, deadline=deadline), strict=True))
     return [
         rank
         for rank in everyone

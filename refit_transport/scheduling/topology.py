@@ -91,6 +91,25 @@ class Topology:
             domains.setdefault(host, []).append(rank)
         return cls.of(domains.values(), nics=nics)
 
+    @property
+    def ranks(self) -> frozenset[int]:
+        """All ranks of all domains."""
+        return frozenset(self._domain_of)
+
+    def renumbered(self, numbers: Mapping[int, int]) -> Self:
+        """The part of it that the ranks in `numbers` see, each under its new number.
+
+        >>> Topology.of(((0, 1), (2, 3), (4, 5)), nics="rank").renumbered({2: 0, 3: 1, 5: 2}).domains
+        ((0, 1), (2,))
+        """
+        kept = ((nic, tuple(numbers[rank] for rank in nic.ranks if rank in numbers)) for nic in self.nics)
+        domains = (tuple(sorted(numbers[r] for r in domain if r in numbers)) for domain in self.domains)
+        return type(self)(
+            tuple(sorted(domain for domain in domains if domain)),
+            tuple(Nic(ranks, nic.rate) for nic, ranks in kept if ranks),
+            self.local_rate,
+        )
+
     @cached_property
     def _domain_of(self) -> dict[int, int]:
         return {rank: index for index, ranks in enumerate(self.domains) for rank in ranks}

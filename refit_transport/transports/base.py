@@ -37,7 +37,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One rank's live sides, a source, a target or both, each with the manifest that it published."""
+    """One rank's live sides, a source, a target, both or none, each with the manifest that it published."""
 
     rank: int
     source: Source | None = None
@@ -50,6 +50,8 @@ class Endpoint:
         """What the rank is: "both" when it has two sides."""
         if self.source is not None and self.target is not None:
             return "both"
+        if self.source is None and self.target is None:
+            return "none"
         return "source" if self.source is not None else "target"
 
     def source_binding(self) -> Binding | None:
