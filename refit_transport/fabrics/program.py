@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -59,13 +59,14 @@ class Step:
     tensor: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Program:
     """One rank's steps in the schedule's order, and how many slots there are."""
 
     rank: int
     steps: tuple[Step, ...]
     slots: int
+    schedule: Schedule = field(repr=False)
 
 
 def lower(
@@ -83,7 +84,7 @@ def lower(
         LayoutError: the rank's pieces don't hold what the schedule has it send.
     """
     lowering = _Lowering(schedule, rank, source, target, memory, sizes)
-    return Program(rank, tuple(lowering.steps()), sizes.count)
+    return Program(rank, tuple(lowering.steps()), sizes.count, schedule)
 
 
 class _Lowering:
