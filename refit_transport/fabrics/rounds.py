@@ -29,14 +29,14 @@ class Rounds:
 
     @classmethod
     def of(cls, schedule: Schedule, *, slots: int) -> Self:
-        """Cuts the schedule's total order into blocks of consecutive payloads, as few as the slots of all ranks allow.
+        """Cuts the schedule's total order into blocks of consecutive payloads, as the slots of all ranks allow.
 
         Block b starts in round b: its payloads leave their roots then, and go one hop further in each round after that,
         while the next blocks start. So a chain of ranks works like a pipeline.
 
         The i-th payload of a rank uses slot i modulo `slots`, from the round in which it arrives there or is packed to
         the round of its last onward hop, and a round of rest. A payload joins a block only when the slots that it
-        needs are free by then on every rank.
+        needs are free by then on every rank, and no rank fills all its slots in one round.
 
         Args:
             schedule: any schedule; pure, and quick enough to be called on every rank.
@@ -145,40 +145,59 @@ class _Uses:
 
     def blocks(self, payloads: int, slots: int) -> Ints:
         """The block of each payload, shape [payloads]."""
-        follower = self._followers(slots)
-        # The block from which on each use finds its slot free: at once, or once the slot's last use is known.
-        free = np.full(len(self.payload), _NEVER)
-        free[np.setdiff1d(np.arange(len(free)), follower)] = 0
+        same_slot, next_block = self._later(slots), self._later(self._payloads_per_block(slots))
+        # The block from which on each use finds its slot free, and the one in which its turn comes.
+        free = np.zeros(len(self.payload), dtype=np.int64)
+        turn = np.full(len(self.payload), _NEVER)
+        turn[np.setdiff1d(np.arange(len(turn)), next_block)] = 0
         start_of = np.searchsorted(self.payload, np.arange(payloads + 1))
         block_of = np.zeros(payloads, dtype=np.int64)
         block = begin = 0
         while begin < len(self.payload):
-            end = self._first_waiting(free, begin, block)
+            end = self._first_waiting(turn, begin, block)
             if end == begin:
-                # Every slot that the payload waits for was taken in an earlier block.
-                block = int(free[begin : start_of[self.payload[begin] + 1]].max())
-                end = self._first_waiting(free, begin, block)
+                # All that the payload waits for is in earlier blocks.
+                block = int(turn[begin : start_of[self.payload[begin] + 1]].max())
+                end = self._first_waiting(turn, begin, block)
             block_of[self.payload[begin:end]] = block
             used = np.arange(begin, end)
-            used = used[follower[begin:end] >= 0]
-            then = follower[used]
-            free[then] = np.maximum(block + self.last[used] + RESTING_ROUNDS + 1 - self.first[then], 0)
+            before, then = _pairs(used, same_slot)
+            free[then] = block + self.last[before] + RESTING_ROUNDS + 1 - self.first[then]
+            _, then = _pairs(used, next_block)
+            turn[then] = np.maximum(free[then], block + 1)
             begin, block = end, block + 1
         return block_of
 
-    def _first_waiting(self, free: Ints, begin: int, block: int) -> int:
+    def _payloads_per_block(self, slots: int) -> Ints:
+        """How many payloads of a block each use's rank takes part in at most, shape [uses].
+
+        So many that its slots are taken evenly: with more, a round would fill them all and the next ones be empty.
+        """
+        longest = np.zeros(int(self.rank.max()) + 1, dtype=np.int64)
+        np.maximum.at(longest, self.rank, self.last - self.first + 1 + RESTING_ROUNDS)
+        share: Ints = np.maximum(slots // longest[self.rank], 1)
+        return share
+
+    def _first_waiting(self, turn: Ints, begin: int, block: int) -> int:
         """The first row of the first payload from `begin` on that can't be in this block."""
         step = 256
-        for start in range(begin, len(free), step):
-            waiting = np.flatnonzero(free[start : start + step] > block)
+        for start in range(begin, len(turn), step):
+            waiting = np.flatnonzero(turn[start : start + step] > block)
             if len(waiting):
                 return int(np.searchsorted(self.payload, self.payload[start + int(waiting[0])]))
-        return len(free)
+        return len(turn)
 
-    def _followers(self, slots: int) -> Ints:
-        """The row that uses the same slot of the same rank next, -1 where there is none."""
-        order, follower = self.rank_order, np.full(len(self.payload), -1, dtype=np.int64)
-        if len(order) > slots:
-            same = self.rank[order[:-slots]] == self.rank[order[slots:]]
-            follower[order[:-slots][same]] = order[slots:][same]
-        return follower
+    def _later(self, distance: Ints | int) -> Ints:
+        """For each row the one of the same rank that comes so many later, -1 where there is none."""
+        order, later = self.rank_order, np.full(len(self.payload), -1, dtype=np.int64)
+        place = np.arange(len(order)) + (distance if isinstance(distance, int) else distance[order])
+        here = np.flatnonzero(place < len(order))
+        here = here[self.rank[order[here]] == self.rank[order[place[here]]]]
+        later[order[here]] = order[place[here]]
+        return later
+
+
+def _pairs(rows: Ints, later: Ints) -> tuple[Ints, Ints]:
+    """The rows that have a later one, and those."""
+    before = rows[later[rows] >= 0]
+    return before, later[before]
