@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Self
@@ -51,6 +52,20 @@ class Guard:
                 return
             self._aborted = True
         self._abort()
+
+    def wait_until(self, is_done: Callable[[], bool]) -> bool:
+        """Polls until it is done; False when it was aborted before."""
+        pause = 1e-5
+        while self.cause is None and not is_done():
+            time.sleep(pause)
+            pause = min(2 * pause, 1e-3)
+        return self.cause is None
+
+    def failed(self, rank: int, reason: str, *, peer: int = -1, tensor: str = "", where: str = "") -> TransferError:
+        """The error of a block that failed on this rank: what the guard knows, else the given reason."""
+        if isinstance(self.cause, TransferError):
+            return self.cause
+        return TransferError(rank, peer, "transfer", tensor, f"{self.cause or reason}{where}")
 
     def _watch(self) -> None:
         while not self._over.wait(min(_LOOK_EVERY_S, max(1e-3, self._deadline.remaining()))):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Literal, NoReturn
+from typing import Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -46,7 +45,7 @@ class NcclFabric:
         failure: Callable[[], TransferError | None],
     ) -> None:
         self._group: Group | None = group
-        self._rank, self._failure = rank, failure
+        self.rank, self._failure = rank, failure
         self._memory = Slots(memory)
         self.streams = Streams.of(device)
         self._rounds: WeakKeyDictionary[Program, tuple[Round, ...]] = WeakKeyDictionary()
@@ -74,7 +73,7 @@ class NcclFabric:
             TransferError: the fabric is closed.
         """
         if self._group is None:
-            raise TransferError(self._rank, -1, "transfer", "", "the nccl fabric is closed")
+            raise TransferError(self.rank, -1, "transfer", "", "the nccl fabric is closed")
         group = self._group
         try:
             with Guard(group.abort, deadline=deadline, failure=self._failure) as guard:
@@ -145,7 +144,7 @@ class _Execution:
                 # The host goes on: only the stream waits.
                 work.wait()
         except RuntimeError as error:
-            self._fail(part, str(error).splitlines()[0], error)
+            raise self._failed(part, str(error).splitlines()[0]) from error
         self._under_way.append((part, work))
         return self._streams.marked(self._wire)
 
@@ -177,7 +176,7 @@ class _Execution:
             with self._device.using(self._wire):
                 work.wait()
         except RuntimeError as error:
-            self._fail(part, str(error).splitlines()[0], error)
+            raise self._failed(part, str(error).splitlines()[0]) from error
         for operation in part.operations:
             if operation.kind == "send":
                 self._spent.sent_bytes += operation.step.nbytes
@@ -185,21 +184,20 @@ class _Execution:
                 self._spent.received_bytes += operation.step.nbytes
 
     def _await(self, is_done: Callable[[], bool], part: Round | None) -> None:
-        pause = 1e-5
         with self._spent.timing("network"):
-            while self._guard.cause is None and not is_done():
-                time.sleep(pause)
-                pause = min(2 * pause, 1e-3)
-        if self._guard.cause is not None:
-            self._fail(part, "", None)
+            in_time = self._guard.wait_until(is_done)
+        if not in_time:
+            raise self._failed(part, "")
 
-    def _fail(self, part: Round | None, reason: str, error: RuntimeError | None) -> NoReturn:
-        """Raises what ended the refit: another rank's failure, the deadline, or NCCL's own error."""
-        cause = self._guard.cause
-        if isinstance(cause, TransferError):
-            raise cause from error
-        peers = [] if part is None else sorted({operation.peer for operation in part.operations})
-        tensor = "" if part is None else part.operations[0].step.tensor
-        where = f" (round {part.number}, ranks {', '.join(map(str, peers))})" if part is not None else ""
-        peer = peers[0] if len(peers) == 1 else -1
-        raise TransferError(self._program.rank, peer, "transfer", tensor, f"{cause or reason}{where}") from error
+    def _failed(self, part: Round | None, reason: str) -> TransferError:
+        """The error that names the peers and the first tensor of the round at which it failed."""
+        if part is None:
+            return self._guard.failed(self._program.rank, reason)
+        peers = sorted({operation.peer for operation in part.operations})
+        return self._guard.failed(
+            self._program.rank,
+            reason,
+            peer=peers[0] if len(peers) == 1 else -1,
+            tensor=part.operations[0].step.tensor,
+            where=f" (round {part.number}, ranks {', '.join(map(str, peers))})",
+        )

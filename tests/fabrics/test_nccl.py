@@ -29,7 +29,6 @@ from refit_transport.scheduling.pour import aligned
 from refit_transport.scheduling.topology import Topology
 from refit_transport.testing.oracle import HeldSide, coordinate_tensor
 
-
 # The memory of a slot that holds a payload of `chain`.
 SLOT = aligned(8)
 
