@@ -80,7 +80,14 @@ class RefitSession:
             plan = RefitPlan(job)
             channel.agree("the plan/0", plan.digest(), deadline=deadline)
             last = max(channel.collect("version", range(channel.world_size), deadline=deadline))
-            fabric = connect_fabric(channel, job.topology, job.settings, slot_bytes=plan.slot_bytes, deadline=deadline)
+            fabric = connect_fabric(
+                channel,
+                job.topology,
+                job.settings,
+                slot_bytes=plan.slot_bytes,
+                deadline=deadline,
+                buffers=endpoint.devices(),
+            )
             session = cls(channel, endpoint, plan, fabric, version=last)
         session._plan_seconds = time.perf_counter() - began
         return session

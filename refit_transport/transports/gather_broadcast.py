@@ -123,7 +123,8 @@ class GatherBroadcast:
         addresses = source.addresses() if source else ()
         if self._programs and addresses == self._addresses:
             return
-        self._staging = torch.empty(self._staging_bytes if endpoint.target is not None else 0, dtype=torch.uint8)
+        staging_bytes = self._staging_bytes if endpoint.target is not None else 0
+        self._staging = torch.empty(staging_bytes, dtype=torch.uint8, device=fabric.memory.own.device)
         self._addresses = addresses
         self._programs = tuple(self._lower(bucket, endpoint, source, fabric) for bucket in self._buckets)
 
