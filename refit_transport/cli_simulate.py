@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from rich.console import Group
 from rich.table import Table
@@ -11,9 +11,22 @@ from refit_transport.errors import ConfigError, Violation
 from refit_transport.report import sized
 from refit_transport.simulation.case import Ask
 from refit_transport.simulation.catalog import model_names
-from refit_transport.simulation.methods import METHODS
+from refit_transport.simulation.methods import METHODS, Method
+from refit_transport.simulation.published import Status
 from refit_transport.simulation.study import Comparison, Study
 
+_SHORT: Mapping[Method, str] = {
+    "broadcast_single": "1 chain",
+    "broadcast": "chains",
+    "flat": "flat",
+    "hybrid": "ffn",
+    "full": "all",
+}
+_STATUS: Mapping[Status, str] = {
+    "read": "read in the source",
+    "retold": "retold by others",
+    "summary": "known from summaries only",
+}
 _LEGEND = (
     "flat: from the first holder, no pass of the schedule; coverage ffn: FFN projections shard-to-shard, then the rest "
     "gathered and broadcast; coverage all: everything shard-to-shard"
@@ -70,22 +83,18 @@ def render_study(study: Study) -> Group:
 
 def render_comparisons(found: list[Comparison]) -> Group:
     """The published rows beside our figures, and the likely reason of each deviation."""
-    table = Table(title="Published refits and the time model", title_justify="left")
-    for column in ("row", "layouts", "status"):
-        table.add_column(column, overflow="fold")
-    for column in ("published s", *METHODS, "bound", "published / nearest"):
-        table.add_column(column, justify="right")
+    table = Table(title="Published refits and the time model, in seconds", title_justify="left")
+    table.add_column("row", overflow="fold")
+    for column in ("published", *_SHORT.values(), "bound", "published / ours"):
+        table.add_column(column, justify="right", no_wrap=True)
     for each in found:
-        row, study = each.row, each.study
-        low, high = row.seconds
+        low, high = each.row.seconds
         table.add_row(
-            row.id,
-            f"{row.ask.source} -> {row.ask.target}",
-            row.status,
-            f"{low:g}" if low == high else f"{low:g}-{high:g}",
-            *(f"{study.of(method).seconds:.3f}" for method in METHODS),
-            f"{study.bound:.3f}",
-            f"{each.deviation:.2f}x ({row.nearest})",
+            each.row.id,
+            f"{low:.3g}" if low == high else f"{low:.3g}-{high:.3g}",
+            *(f"{each.study.of(method).seconds:.3g}" for method in _SHORT),
+            f"{each.study.bound:.3g}",
+            f"{each.deviation:.2f}x {_SHORT[each.row.nearest]}",
         )
     return Group(table, *_reasons(found), *_marks(each.study for each in found))
 
@@ -93,7 +102,10 @@ def render_comparisons(found: list[Comparison]) -> Group:
 def _reasons(found: Iterable[Comparison]) -> Iterator[str]:
     for each in found:
         row = each.row
-        yield f"{row.id} ({row.source}; {row.what}): {row.why}"
+        ask = row.ask
+        layouts = f"{ask.source} on {ask.sources} -> {ask.target} on {ask.targets}, {ask.system}, {ask.dtype}"
+        yield f"{row.id}: {each.study.title}, {layouts}; {row.what}; {row.source}, {_STATUS[row.status]}"
+        yield f"  likely reason: {row.why}"
         if row.note:
             yield f"  as read: {row.note}"
         if row.baseline:

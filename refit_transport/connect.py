@@ -145,10 +145,8 @@ def _within(channel: ControlChannel, settings: RefitSettings, connect: Callable[
     try:
         return DeadlineCaller().call(connect, timeout_s=settings.timeout_s + _FIRST_S)
     except TimeoutError as error:
-        late = (
-            f"not every rank connected within {settings.timeout_s:g} s (timeout_s): one of them stopped or is cut off"
-        )
-        raise TransferError(channel.rank, -1, "connect", "", late) from error
+        late = f"not every rank connected within {settings.timeout_s:g} s (timeout_s)"
+        raise TransferError(channel.rank, -1, "connect", "", f"{late}: one of them stopped or is cut off") from error
 
 
 def _connect_gloo(

@@ -135,7 +135,6 @@ def preset_job(config: RefitConfig) -> Job:
         world_size=config.training_ranks,
         dtype=config.policy.precision,
         make_vocab_size_divisible_by=config.policy.megatron_cfg.make_vocab_size_divisible_by,
-        granularity="as_loaded",
     )
     check_complete(source, shape)
     vllm = config.policy.generation.vllm_cfg
@@ -145,7 +144,6 @@ def preset_job(config: RefitConfig) -> Job:
         EngineParallelism(tensor, config.engines, tensor if vllm.expert_parallel_size > 1 else 1),
         first_rank=config.training_ranks,
         dtype=config.vllm_precision,
-        granularity="as_loaded",
     )
     return Job(source, target, _topology(config), config.refit_settings())
 

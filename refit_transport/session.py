@@ -120,7 +120,7 @@ class RefitSession:
         self._require("open", "transfer")
         self._attempts += 1
         deadline, agreement = Deadline(self._settings.timeout_s), f"the weight version/{self._attempts}"
-        self._topics = (agreement, *(f"{topic}/{version}" for topic in ("checksums", "delivery", "report")))
+        self._topics = (agreement, *(f"{topic}/{version}" for topic in ("checksums", "replicas", "delivery", "report")))
         with self._guarded("transfer"), self._timed("agree"):
             self._channel.agree(agreement, str(version), deadline=deadline)
         if version <= self.version:
@@ -179,7 +179,10 @@ class RefitSession:
         sums = {atom: value for part in parts for atom, value in part.items()}
         if source is not None:
             self._verifier.compare_replicas(source, atoms, sums)
+            self._channel.publish(f"replicas/{version}", "agree")
         if target is not None:
+            # Where replicas differ, that is the cause of what a target finds.
+            self._channel.collect(f"replicas/{version}", sources, deadline=deadline)
             self._verified = self._verifier.compare(target, atoms, sums, version)
 
     def _check_forms(self) -> None:

@@ -12,10 +12,11 @@ Contents = dict[int, tuple[frozenset[TensorSpec], Regions]]
 
 def contents(manifest: Manifest) -> Contents:
     """Each rank's tensors and the region that it holds of each, without buffers, offsets and order."""
-    return {ranked.rank: (frozenset(ranked.tensors), _regions(ranked)) for ranked in manifest.ranks}
+    return {ranked.rank: (frozenset(ranked.tensors), regions(ranked)) for ranked in manifest.ranks}
 
 
-def _regions(ranked: RankManifest) -> Regions:
+def regions(ranked: RankManifest) -> Regions:
+    """What a rank holds of each tensor."""
     held = {piece.tensor: len(piece.box.spans) for piece in ranked.pieces}
     return {
         tensor: merge_boxes(boxes_to_array((p.box for p in ranked.pieces if p.tensor == tensor), dims)).tolist()

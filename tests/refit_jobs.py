@@ -169,15 +169,12 @@ class RunningCase:
         case, settings = self.case, self.settings(**changes)
         model = ModelShape.from_config(read_config(self.folder))
         logical, expert = LogicalModel.from_shape(model), case.tensor if case.expert_parallel else 1
-        source = source_manifest(
-            logical, case.train, world_size=self.policy.count, dtype=case.dtype, granularity="as_loaded"
-        )
+        source = source_manifest(logical, case.train, world_size=self.policy.count, dtype=case.dtype)
         target = target_manifest(
             logical,
             EngineParallelism(case.tensor, case.engines, expert),
             first_rank=self.policy.count,
             dtype=case.dtype,
-            granularity="as_loaded",
         )
         return RefitPlan(Job(source, target, Topology.of(settings.domains or ()), settings)).summary()
 

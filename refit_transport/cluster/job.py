@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
-import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +16,11 @@ import ray
 from refit_transport.cluster.generation import EngineConfig, GenerationWorker
 from refit_transport.cluster.network import LOOPBACK, PortRange
 from refit_transport.cluster.policy import PolicyWorker
+from refit_transport.cluster.scratch import scratch_folder
 from refit_transport.cluster.synchronizer import RefitSynchronizer
 from refit_transport.cluster.workers import WorkerGroup, collect
 from refit_transport.config.schema import RefitConfig
 from refit_transport.errors import WorkerError
-
-_LAST_WRITES_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,23 +54,10 @@ def ray_cluster(*, address: str | None, cpus: int | None = None) -> Iterator[Pat
             yield None
     else:
         with (
-            _temporary_folder() as folder,
+            scratch_folder() as folder,
             _ray("local", include_dashboard=False, num_cpus=cpus, _temp_dir=str(folder)),
         ):
             yield folder
-
-
-@contextlib.contextmanager
-def _temporary_folder() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="refit-"))
-    try:
-        yield folder
-    finally:
-        # Ray's processes end in the background, and write until then.
-        end = time.monotonic() + _LAST_WRITES_S
-        while folder.exists() and time.monotonic() < end:
-            shutil.rmtree(folder, ignore_errors=True)
-            time.sleep(0.05)
 
 
 @contextlib.contextmanager
@@ -83,14 +66,15 @@ def _ray(address: str, **options: Any) -> Iterator[None]:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # The first failure is raised; Ray would print those that follow from it as well.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
-    with _ending_in_order() as arm:
+    # Ray tells of a dead worker on stdout, where our JSON goes, and has no switch for it; our error says it too.
+    ray._private.worker.print_to_stdstream = lambda *_, **__: None
+    with _ending_in_order() as go_on:
         try:
             ray.init(address=address, log_to_driver=False, logging_level="ERROR", **options)
         except (OSError, RuntimeError, ValueError) as error:
             raise WorkerError("ray", -1, "start", str(error).strip().splitlines()[0]) from error
         try:
-            # Ray has put its own handler of SIGTERM there, which prints a trace.
-            arm()
+            go_on()
             yield
         finally:
             ray.shutdown()
@@ -100,35 +84,45 @@ def _ray(address: str, **options: Any) -> Iterator[None]:
 def _ending_in_order() -> Iterator[Callable[[], None]]:
     """Lets SIGTERM and SIGHUP end the block as Ctrl-C does; the exit code is then 128 and the signal's number.
 
-    Yields a function that installs the handlers again. Only the main thread may set them; elsewhere whoever runs there
-    decides. A signal that the process was told to ignore (`nohup`) stays ignored.
+    Until the yielded function is called, signals wait: what is half started couldn't be ended. A second Ctrl-C doesn't
+    wait. Only the main thread may set handlers; elsewhere whoever runs there decides. A signal that the process was
+    told to ignore (`nohup`) stays ignored.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None
         return
-    previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     received: list[int] = []
+    started = threading.Event()
 
     def end(number: int, _: object) -> None:
-        if not received:
-            received.append(number)
-            # The only exception that gets through Ray's waits as it is.
+        received.append(number)
+        # The only exception that gets through Ray's waits as it is.
+        if received.count(signal.SIGINT) > 1 or (started.is_set() and len(received) == 1):
             raise KeyboardInterrupt
 
-    def arm() -> None:
-        for number, handler in previous.items():
-            if handler is not signal.SIG_IGN:
+    def install(handled: Iterable[signal.Signals]) -> None:
+        for number in handled:
+            if previous[number] is not signal.SIG_IGN:
                 signal.signal(number, end)
 
-    arm()
+    def go_on() -> None:
+        started.set()
+        signal.signal(signal.SIGINT, previous[signal.SIGINT])
+        # Ray has put its own handler of SIGTERM there, which prints a trace.
+        install((signal.SIGTERM, signal.SIGHUP))
+        if received:
+            raise KeyboardInterrupt
+
+    install(previous)
     try:
-        yield arm
+        yield go_on
     except KeyboardInterrupt:
-        if not received:
+        if not received or received[0] == signal.SIGINT:
             raise
         raise SystemExit(128 + received[0]) from None
     except SystemExit as stop:
-        # From Ray's handler, where a signal came while Ray started.
+        # From Ray's handler, where a signal came between its installation and ours.
         raise SystemExit(128 + signal.SIGTERM if stop.code == signal.SIGTERM else stop.code) from None
     finally:
         for number, handler in previous.items():

@@ -16,6 +16,9 @@ from refit_transport.fabrics.program import Program, Step, Transmission
 from refit_transport.fabrics.shared_memory import SharedExchange
 from refit_transport.fabrics.slots import Slots
 
+# More only queue in the kernel; fewer leave the NIC idle between two.
+_SENDS_UNDER_WAY = 4
+
 
 def address_toward(host: str) -> str:
     """The address of the local interface from which `host` is reached; no packet is sent."""
@@ -77,8 +80,8 @@ class _Execution:
 
     gloo's point-to-point work only completes inside `wait`, and a wait that times out closes every pair. So each rank
     goes through its steps in order and waits against the refit's deadline, only for what belongs to the step it is at
-    or to an earlier one. Receives are posted ahead, as far as slots are free. A slot is free when what was sent from it
-    `lag` steps ago has gone: that is half of the slots for sends under way, half for receives.
+    or to an earlier one. Before a step, everything that was sent `lag` steps earlier must have gone, so few sends share
+    a NIC at a time and what must be passed on arrives early. Receives are posted ahead into all slots that are free.
     """
 
     def __init__(
@@ -90,8 +93,7 @@ class _Execution:
         self._receives: dict[int, Work] = {}
         self._sends: dict[int, list[tuple[Transmission, Work | None]]] = {}
         self._spent = Spent()
-        only_sends = all(step.incoming is None for step in program.steps)
-        self._lag = program.slots - 1 if only_sends else max(1, program.slots // 2)
+        self._lag = min(_SENDS_UNDER_WAY, program.slots - 1)
 
     def run(self) -> Spent:
         try:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Self, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import DistStoreError
 
 from refit_transport.errors import AgreementError, DeadlineError, RefitTransportError, TransferError
 from refit_transport.fabrics.deadline import Deadline, DeadlineCaller
@@ -18,6 +18,8 @@ T = TypeVar("T")
 _FAILURE = "failure"
 # An answer takes a millisecond, or much longer where all cores are busy; a short timeout isn't meant for it.
 _LEAST_PATIENCE_S = 1.0
+# Whoever waits for a value looks this often whether another rank has failed.
+_LOOK_EVERY = timedelta(seconds=0.2)
 
 
 class ControlChannel:
@@ -89,7 +91,7 @@ class ControlChannel:
             DeadlineError: a rank published nothing in time; names it.
             TransferError: another rank reported a failure meanwhile.
         """
-        return [self._wait(topic, rank, deadline) for rank in ranks]
+        return self._wait(topic, list(ranks), deadline)
 
     def agree(self, what: str, value: str, *, deadline: Deadline) -> None:
         """Returns when every rank has called this with an equal value; rank 0 compares and tells the others.
@@ -102,7 +104,7 @@ class ControlChannel:
         if self.rank == 0:
             values = self.collect(topic, range(self.world_size), deadline=deadline)
             self._set(f"{topic}/verdict", _groups(values))
-        groups = self._wait(topic, "verdict", deadline)
+        [groups] = self._wait(topic, ["verdict"], deadline)
         if len(groups) > 1:
             raise AgreementError(what.rsplit("/", 1)[0], tuple((held, tuple(ranks)) for held, ranks in groups))
 
@@ -130,17 +132,27 @@ class ControlChannel:
             return None
         return TransferError(self.rank, cause["rank"], "peer failure", "", cause["reason"])
 
-    def _wait(self, topic: str, rank: int | str, deadline: Deadline) -> Any:
-        key, pause = f"{topic}/{rank}", 1e-4
-        while not self._ask(topic, self._store.check, [key], deadline=deadline):
+    def _wait(self, topic: str, names: Sequence[int | str], deadline: Deadline) -> list[Any]:
+        """The values of all these keys of a topic. The store answers when the last one is set, or after a while."""
+        keys = [f"{topic}/{name}" for name in names]
+        while not self._ask(topic, self._are_set, keys, deadline=deadline):
             failure = self.failure()
             if failure is not None:
                 raise failure
             if deadline.passed:
-                raise DeadlineError(f"rank {self.rank}", f"rank {rank}", topic, deadline.seconds)
-            time.sleep(pause)
-            pause = min(2 * pause, 0.02)
-        return decode(self._ask(topic, self._store.get, key))
+                missing = next(n for n, key in zip(names, keys, strict=True) if not self._ask(topic, self._is_set, key))
+                raise DeadlineError(f"rank {self.rank}", f"rank {missing}", topic, deadline.seconds)
+        return [decode(value) for value in self._ask(topic, self._store.multi_get, keys)] if keys else []
+
+    def _are_set(self, keys: Sequence[str]) -> bool:
+        try:
+            self._store.wait(list(keys), _LOOK_EVERY)
+        except DistStoreError:
+            return False
+        return True
+
+    def _is_set(self, key: str) -> bool:
+        return self._store.check([key])
 
     def _set(self, key: str, value: Any) -> None:
         self._ask(key, self._store.set, key, encode(value))

@@ -26,6 +26,10 @@ from refit_transport.scheduling.topology import Topology
 PassName = Literal["local", "deduplicate", "balance", "stripe", "forward", "relay"]
 PASSES: tuple[PassName, ...] = get_args(PassName)
 
+# Bytes are forwarded in pieces of this part of the whole, because the last piece's way adds to the time of all.
+_FORWARDED_PAYLOADS = 512
+_LEAST_FORWARDED = 64 << 10
+
 
 def build_schedule(
     plan: TransferPlan, topology: Topology, *, bucket_bytes: int, disabled: Collection[PassName] = ()
@@ -76,10 +80,11 @@ def schedule_flows(plan: TransferPlan, flows: Iterable[Flow], topology: Topology
     payloads: list[list[Stack]] = []
     route_of: list[int] = []
     progress: list[float] = []
+    total = sum(plan.nbytes().tolist())
     ranks = 1 + max((max(route.root, *route.receivers) for route in routes), default=0)
     for index, route in enumerate(routes):
         phase = (route.hops[0].receiver - route.root) % ranks / ranks
-        packed = list(pack(streams[route], bucket_bytes=bucket_bytes))
+        packed = list(pack(streams[route], bucket_bytes=_bucket(route, topology, most=bucket_bytes, total=total)))
         payloads += packed
         route_of += [index] * len(packed)
         progress += [(number + phase) / len(packed) for number in range(len(packed))]
@@ -90,6 +95,14 @@ def schedule_flows(plan: TransferPlan, flows: Iterable[Flow], topology: Topology
     first = np.concatenate(([0], np.cumsum([len(payload) for payload in ordered]))).astype(np.int64)
     nbytes = np.add.reduceat(parcels.nbytes(), first[:-1]) if len(ordered) else np.zeros(0, dtype=np.int64)
     return Schedule(parcels, Payloads(size, nbytes, first, first_hop), hops)
+
+
+def _bucket(route: Route, topology: Topology, *, most: int, total: int) -> int:
+    """The size of a route's payloads: smaller where they are forwarded over the network, for a short pipeline."""
+    onward = (hop for hop in route.hops if hop.parent >= 0)
+    if all(topology.is_local(hop.sender, hop.receiver) for hop in onward):
+        return most
+    return min(most, max(_LEAST_FORWARDED, total // _FORWARDED_PAYLOADS))
 
 
 def _parcels(plan: TransferPlan, payloads: Sequence[Sequence[Stack]]) -> tuple[Parcels, Ints]:

@@ -152,7 +152,7 @@ def test_planning_is_timed_step_by_step(monkeypatch, capsys):
         assert found["peak_memory"] > 50e6
         assert sum(found["seconds"].values()) > 0
         steps.append(set(found["seconds"]))
-    assert steps == [{"route", "plan"}, {"plan", "schedule", "check plan", "check schedule"}, {"program"}]
+    assert steps == [{"route", "plan"}, {"plan", "schedule", "check plan", "check schedule"}, {"source", "target"}]
 
 
 def test_a_part_over_its_limits_is_a_miss():

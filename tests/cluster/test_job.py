@@ -18,8 +18,8 @@ from refit_transport.errors import WorkerError
 WAITING = """
 import sys, time
 from refit_transport.cluster.job import _ending_in_order
-with _ending_in_order() as arm:
-    arm()
+with _ending_in_order() as go_on:
+    go_on()
     try:
         print("ready", flush=True)
         time.sleep(60)
@@ -78,3 +78,30 @@ def test_an_ignored_signal_stays_ignored() -> None:
     process.terminate()
     assert process.wait(30.0) == 143
     process.stdout.close()
+
+
+STARTING = """
+import time
+from refit_transport.cluster.job import _ending_in_order
+try:
+    with _ending_in_order() as go_on:
+        print("starting", flush=True)
+        time.sleep(1.0)
+        print("started", flush=True)
+        go_on()
+        print("never", flush=True)
+except KeyboardInterrupt:
+    raise SystemExit(130)
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_waits_until_what_is_half_started_can_be_ended(number: signal.Signals, code: int) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", STARTING], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "starting\n"
+    os.kill(process.pid, number)
+    assert process.communicate(timeout=30.0)[0] == "started\n"
+    assert process.returncode == code

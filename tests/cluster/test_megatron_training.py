@@ -108,7 +108,6 @@ def test_a_layout_holds_trains_and_describes_the_checkpoint(
         world_size=case.ranks,
         dtype="float32",
         make_vocab_size_divisible_by=case.options.get("make_vocab_size_divisible_by", 1),
-        granularity="as_loaded",
     )
     assert contents(preset) == contents(Manifest.of(outcome.snapshots["loaded"].manifest for outcome in outcomes))
     tensors = check_weights(outcomes, shape, dtype="float32")

@@ -28,7 +28,6 @@ def counts(manifest, ranks):
     return found
 
 
-@pytest.mark.parametrize("granularity", ["merged", "as_loaded"])
 @pytest.mark.parametrize("kind", SMALL)
 @pytest.mark.parametrize(
     ("cut", "ranks"),
@@ -39,12 +38,12 @@ def counts(manifest, ranks):
         (MegatronParallelism(1, 3, expert=2, expert_tensor=1), 6),
     ],
 )
-def test_every_element_is_on_some_source_rank(kind, cut, ranks, granularity):
+def test_every_element_is_on_some_source_rank(kind, cut, ranks):
     model = LogicalModel.from_config(SMALL[kind])
     if kind in DENSE:
         cut = MegatronParallelism(cut.tensor, cut.pipeline, cut.virtual_pipeline)
     cut = balanced(model, cut)
-    manifest = source_manifest(model, cut, world_size=ranks, granularity=granularity)
+    manifest = source_manifest(model, cut, world_size=ranks)
     assert {spec.name for spec in manifest.tensors} == {tensor.name for tensor in model.main}
     found = counts(manifest, range(ranks))
     for name, held in found.items():

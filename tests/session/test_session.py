@@ -8,7 +8,7 @@ import pytest
 import torch
 from third_party_transport import Counting
 
-from refit_transport import session as session_module
+from refit_transport import connect as connect_module
 from refit_transport.config.settings import RefitSettings
 from refit_transport.errors import AgreementError, LayoutError, TransferError, VerificationError, VersionError
 from refit_transport.fabrics.deadline import Deadline
@@ -360,53 +360,52 @@ def test_replicas_of_a_source_that_differ_are_named_by_verification(holder):
 
 
 @pytest.mark.parametrize(
-    ("rank", "given", "reason"),
+    ("without", "reason"),
     [
-        (1, {}, r"rank 1, phase prepare: needs a source.*got none"),
-        (6, {"target": None}, r"rank 6, phase prepare: needs a target, because ranks 0 to 3 of 8.*got none"),
-        (6, {"both": True}, r"rank 6, phase prepare: needs a target.*got \['source', 'target'\]"),
-        (6, {"sources": 8}, r"rank 6, phase prepare: sources must be from 1 to 7.*got 8"),
+        ({3}, r"rank 3, phase prepare: a rank needs a source or a target"),
+        (set(range(SOURCES)), r"rank \d, phase prepare: a rank needs a source or a target"),
+        (set(range(SOURCES, WORLD)), r"rank \d, phase prepare: a rank needs a source or a target"),
     ],
 )
-def test_a_rank_without_its_role_is_named_at_once(rank, given, reason):
+def test_a_rank_without_a_role_is_named_at_once(without, reason):
     cluster = Cluster(settings(timeout_s=30.0))
 
     def rank_main(channel):
         r = channel.rank
-        source = HeldSource(cluster.held.bindings[r]) if r < SOURCES else None
-        target, sources = cluster.targets.get(r), SOURCES
-        if r == rank:
-            sources = given.get("sources", SOURCES)
-            source = HeldSource(cluster.held.bindings[0]) if given.get("both") else None
-            target = None if "target" in given else target
+        source = HeldSource(cluster.held.bindings[r]) if r < SOURCES and r not in without else None
+        target = cluster.targets.get(r) if r not in without else None
         began = time.monotonic()
         with pytest.raises(TransferError) as caught:
-            RefitSession.prepare(
-                channel,
-                sources=sources,
-                settings=cluster.settings if r == 0 else None,
-                source=source,
-                target=target,
-            )
+            RefitSession.prepare(channel, settings=cluster.settings if r == 0 else None, source=source, target=target)
         return str(caught.value), time.monotonic() - began
 
     results = run_ranks(WORLD, rank_main)
-    assert re.search(reason, results[rank][0]), results[rank]
-    assert all(re.search(r"rank \d, phase prepare: (needs|sources)", message) for message, _ in results), results
+    assert all(re.search(reason, message) for message, _ in results), results
     assert all(seconds < 10.0 for _, seconds in results), results
+
+
+def test_a_refit_without_targets_is_refused():
+    cluster = Cluster(settings())
+
+    def rank_main(channel):
+        source = HeldSource(cluster.held.bindings[channel.rank])
+        with pytest.raises(TransferError, match="at least one source and one target rank"):
+            RefitSession.prepare(channel, settings=cluster.settings if channel.rank == 0 else None, source=source)
+
+    run_ranks(2, rank_main)
 
 
 def test_a_fabric_that_does_not_connect_holds_nobody_longer_than_the_timeout(monkeypatch):
     """As where a peer has published its address and then stopped: gloo gives it its timeout several times over."""
-    cluster, ended = Cluster(settings(timeout_s=1.0)), threading.Event()
-    monkeypatch.setattr(session_module, "GlooFabric", lambda *_, **__: ended.wait(30.0))
+    cluster, ended = Cluster(settings(timeout_s=4.0)), threading.Event()
+    monkeypatch.setattr(connect_module, "GlooFabric", lambda *_, **__: ended.wait(30.0))
 
     def rank_main(channel):
         began = time.monotonic()
-        with pytest.raises(TransferError, match=r"phase (connect|peer failure): .*within 1 s \(timeout_s\)"):
+        with pytest.raises(TransferError, match=r"phase (connect|peer failure): .*within 4 s \(timeout_s\)"):
             cluster.prepare(channel)
         return time.monotonic() - began
 
     seconds = run_ranks(WORLD, rank_main)
     ended.set()
-    assert all(spent < 10.0 for spent in seconds), seconds
+    assert all(spent < 15.0 for spent in seconds), seconds

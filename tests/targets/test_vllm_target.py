@@ -132,7 +132,6 @@ def _assert_preset_agrees(results, *, tensor_parallel, expert_parallel=False):
         EngineParallelism(tensor_parallel, expert=tensor_parallel if expert_parallel else 1),
         first_rank=0,
         dtype=traced.tensors[0].dtype,
-        granularity="as_loaded",
     )
     assert contents(preset) == contents(traced)
 

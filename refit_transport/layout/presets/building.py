@@ -6,16 +6,16 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar
 
+import numpy as np
+
 from refit_transport.layout.box import Box, Span
 from refit_transport.layout.layout import piece_of_its_own
 from refit_transport.layout.manifest import Manifest, Piece, RankManifest, Role, TensorSpec
 from refit_transport.layout.parallelism import Misfit, Size
 from refit_transport.layout.presets.cuts import WHOLE, Cut, Vocabulary
 from refit_transport.layout.presets.model import LogicalModel, LogicalTensor
+from refit_transport.layout.region import merge_boxes
 
-# "as_loaded": a piece for each expert and each block of a fused parameter, as engines keep them. "merged": one for each
-# rectangle, whatever parameters it lies in.
-Granularity = Literal["as_loaded", "merged"]
 Place = TypeVar("Place", bound=Hashable)
 
 
@@ -35,7 +35,6 @@ class Pieces:
     """
 
     cuts: Mapping[str, Cut]
-    granularity: Granularity
     _kinds: dict[Hashable, int] = field(default_factory=dict)
     _kind_of: dict[str, int] = field(default_factory=dict)
     _boxes: dict[Hashable, tuple[Box, ...]] = field(default_factory=dict)
@@ -50,38 +49,18 @@ class Pieces:
         if key not in self._boxes:
             boxes = cut.boxes(tensor.shape, parts=share.parts, index=share.index)
             if experts is not None:
-                boxes = tuple(Box((span, *box.spans[1:])) for span in self._expert_spans(experts) for box in boxes)
-            self._boxes[key] = tuple(_merged(boxes)) if self.granularity == "merged" else boxes
+                boxes = tuple(Box((experts, *box.spans[1:])) for box in boxes if experts.size)
+            self._boxes[key] = boxes if len(boxes) < 2 else _merged(boxes)
         named = (name, *key[1:])
         if named not in self._pieces:
             self._pieces[named] = tuple(piece_of_its_own(name, box) for box in self._boxes[key])
         return self._pieces[named]
 
-    def _expert_spans(self, experts: Span) -> tuple[Span, ...]:
-        if self.granularity == "merged":
-            return (experts,) if experts.size else ()
-        return tuple(Span(number, number + 1) for number in range(experts.start, experts.stop))
 
-
-def _merged(boxes: Iterable[Box]) -> Iterator[Box]:
-    """The same elements; a box that continues the one before it in one dim joins it."""
-    last: Box | None = None
-    for box in boxes:
-        joined = None if last is None else _joined(last, box)
-        if joined is None and last is not None:
-            yield last
-        last = box if joined is None else joined
-    if last is not None:
-        yield last
-
-
-def _joined(first: Box, second: Box) -> Box | None:
-    differing = [dim for dim, spans in enumerate(zip(first.spans, second.spans, strict=True)) if spans[0] != spans[1]]
-    if len(differing) != 1 or first.spans[differing[0]].stop != second.spans[differing[0]].start:
-        return None
-    spans = list(first.spans)
-    spans[differing[0]] = Span(first.spans[differing[0]].start, second.spans[differing[0]].stop)
-    return Box(tuple(spans))
+def _merged(boxes: Iterable[Box]) -> tuple[Box, ...]:
+    """The same elements in as few boxes as can be."""
+    corners = np.array([[(span.start, span.stop) for span in box.spans] for box in boxes], dtype=np.int64)
+    return tuple(Box.of(*((start, stop) for start, stop in box)) for box in merge_boxes(corners).tolist())
 
 
 def padded_to(cut: Cut, multiple: int) -> Cut:

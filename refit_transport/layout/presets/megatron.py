@@ -20,7 +20,6 @@ from refit_transport.layout.parallelism import (
 )
 from refit_transport.layout.placement import even_split
 from refit_transport.layout.presets.building import (
-    Granularity,
     Pieces,
     Share,
     expert_misfits,
@@ -39,12 +38,11 @@ def source_manifest(
     dtype: str = "bfloat16",
     first_rank: int = 0,
     make_vocab_size_divisible_by: int = 1,
-    granularity: Granularity = "merged",
 ) -> Manifest:
     """The training side on ranks `first_rank` and up.
 
-    With granularity "as_loaded" the same tensors and boxes that `sources.megatron.MegatronSource` describes on every
-    rank. Buffers are symbolic, one per piece. Replicas (data and context parallelism) share their tuples.
+    Every rank has the regions that `sources.megatron.MegatronSource` describes there, one piece for each rectangle,
+    whatever parameters it lies in. Buffers are symbolic. Replicas (data and context parallelism) share their tuples.
 
     Raises:
         ConfigError: the model can't be cut so; gives all reasons.
@@ -59,7 +57,7 @@ def source_manifest(
     """
     require_fit(misfits(model, parallelism, world_size=world_size))
     multiple = make_vocab_size_divisible_by * parallelism.tensor
-    pieces = Pieces({each.name: padded_to(each.row.trained, multiple) for each in model.main}, granularity)
+    pieces = Pieces({each.name: padded_to(each.row.trained, multiple) for each in model.main})
     places = [place_of(rank, parallelism, world_size=world_size) for rank in range(world_size)]
     stages = _by_stage(model, parallelism)
     held = {}

@@ -8,7 +8,6 @@ from refit_transport.layout.box import Span
 from refit_transport.layout.manifest import Manifest, Piece
 from refit_transport.layout.parallelism import Misfit, require_fit
 from refit_transport.layout.presets.building import (
-    Granularity,
     Pieces,
     Share,
     expert_misfits,
@@ -47,13 +46,12 @@ def target_manifest(
     *,
     first_rank: int,
     dtype: str = "bfloat16",
-    granularity: Granularity = "merged",
 ) -> Manifest:
     """The generation side on ranks `first_rank` and up, engine by engine; an engine has one pipeline stage.
 
-    With granularity "as_loaded" the same tensors and boxes that `targets.vllm.VllmTarget` describes on every rank. What
-    a trace of the loader alone can know, it can't: tensors that must arrive whole, and layers of a private layout.
-    Buffers are symbolic, one per piece. Replicas share their tuples.
+    Every rank has the regions that `targets.vllm.VllmTarget` describes there, one piece for each rectangle. What a
+    trace of the loader alone can know, it can't: tensors that must arrive whole, and layers of a private layout.
+    Buffers are symbolic. Replicas share their tuples.
 
     Raises:
         ConfigError: the model can't be cut so; gives all reasons.
@@ -69,7 +67,7 @@ def target_manifest(
     cut = parallelism
     require_fit(misfits(model, cut))
     places = [(rank % cut.tensor, rank % cut.expert) for rank in range(cut.ranks)]
-    pieces = Pieces({each.name: padded_to(each.row.served, VOCABULARY_MULTIPLE) for each in model.main}, granularity)
+    pieces = Pieces({each.name: padded_to(each.row.served, VOCABULARY_MULTIPLE) for each in model.main})
     held = {}
     for place in dict.fromkeys(places):
         found: list[Piece] = []
