@@ -39,7 +39,10 @@ Direction = Literal["pack", "unpack"]
 
 @dataclass(frozen=True, slots=True)
 class PackCase:
-    """Tensors of one shape, in rows over two ranks on one side and in columns over two on the other."""
+    """Tensors of one shape, in columns over two ranks on one side and over three on the other.
+
+    So what rank 0 sends, and what the middle target receives from both, lies in parts of rows.
+    """
 
     name: str
     shape: tuple[int, int]
@@ -49,13 +52,13 @@ class PackCase:
     bucket_bytes: int = 16 * MIB
 
     def manifests(self) -> tuple[Manifest, Manifest]:
-        """Source ranks 0 and 1, target ranks 2 and 3."""
+        """Source ranks 0 and 1, target ranks 2 to 4."""
         names = [f"w{number}" for number in range(self.tensors)]
-        rows = Layout(self.shape, Mesh.of(tp=2), (Shard(0),))
-        columns = Layout(self.shape, Mesh.of(first_rank=2, tp=2), (Shard(1),))
+        halves = Layout(self.shape, Mesh.of(tp=2), (Shard(1),))
+        thirds = Layout(self.shape, Mesh.of(first_rank=2, tp=3), (Shard(1),))
         return (
-            manifest_from_layouts("source", dict.fromkeys(names, rows), dtype=self.source_dtype),
-            manifest_from_layouts("target", dict.fromkeys(names, columns), dtype=self.target_dtype),
+            manifest_from_layouts("source", dict.fromkeys(names, halves), dtype=self.source_dtype),
+            manifest_from_layouts("target", dict.fromkeys(names, thirds), dtype=self.target_dtype),
         )
 
 
@@ -143,10 +146,10 @@ def copy_peak(device: torch.device, *, nbytes: int) -> float:
 
 
 def measure_packing(case: PackCase, device: torch.device, *, peak: float) -> tuple[Rate, ...]:
-    """The rates of rank 0's packing and rank 2's unpacking of a whole refit, payload after payload."""
+    """The rates of rank 0's packing and rank 3's unpacking in a whole refit, payload after payload."""
     held, wanted = case.manifests()
     schedule = build_schedule(
-        plan_transfer(held, wanted), Topology.of(((0, 1), (2, 3))), bucket_bytes=case.bucket_bytes
+        plan_transfer(held, wanted), Topology.of(((0, 1), (2, 3, 4))), bucket_bytes=case.bucket_bytes
     )
     sizes = SlotSizes.of([schedule], staging_bytes=16 * case.bucket_bytes)
     return (
@@ -214,8 +217,8 @@ def render_gpu(result: GpuResult) -> Group:
 
 
 def _program(schedule: Schedule, manifest: Manifest, sizes: SlotSizes, device: torch.device) -> Program:
-    """The first rank's program on a device, on weights of the same values everywhere."""
-    ranked = manifest.ranks[0]
+    """The program of a side's rank on a device, on weights of the same values everywhere."""
+    ranked = next(ranked for ranked in manifest.ranks if ranked.rank in (0, 3))
     tensors = {spec.name: coordinate_tensor(spec.name, spec.shape, spec.dtype) for spec in manifest.tensors}
     binding = _on(HeldSide.of(Manifest.of((ranked,)), tensors).bindings[ranked.rank], device)
     sides = {

@@ -28,17 +28,17 @@ def test_without_a_gpu_it_says_what_is_missing(tmp_path):
 @pytest.mark.parametrize(
     "case",
     [
-        PackCase("plain", (32, 16), 3, bucket_bytes=128),
-        PackCase("narrower", (32, 16), 3, source_dtype="float32", bucket_bytes=128),
-        PackCase("small", (4, 4), 50, bucket_bytes=256),
+        PackCase("plain", (32, 24), 3, bucket_bytes=128),
+        PackCase("narrower", (32, 24), 3, source_dtype="float32", bucket_bytes=128),
+        PackCase("small", (4, 12), 50, bucket_bytes=256),
     ],
 )
 def test_packing_is_measured_and_compared(case):
     pack, unpack = measure_packing(case, CPU, peak=1e9)
-    # Each source sends its rows to both targets: half of the matrix, in the narrower dtype.
-    half = case.tensors * case.shape[0] * case.shape[1] * 2 // 2
+    # Two bytes an element: rank 0 packs its half, the middle target unpacks its third.
+    whole = case.tensors * case.shape[0] * case.shape[1] * 2
     assert (pack.direction, unpack.direction) == ("pack", "unpack")
-    assert pack.nbytes == unpack.nbytes == half
+    assert (pack.nbytes, unpack.nbytes) == (whole // 2, whole // 3)
     assert pack.is_exact
     assert unpack.is_exact
     assert pack.share == pytest.approx(pack.nbytes / pack.seconds / 1e9)
@@ -58,7 +58,7 @@ def test_other_bytes_are_seen(monkeypatch):
 
     spoiled.is_done = False
     monkeypatch.setattr(gpu, "_program", spoiled)
-    pack, _ = measure_packing(PackCase("plain", (32, 16), 3, bucket_bytes=128), CPU, peak=1e9)
+    pack, _ = measure_packing(PackCase("plain", (32, 24), 3, bucket_bytes=128), CPU, peak=1e9)
     assert not pack.is_exact
 
 
