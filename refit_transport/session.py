@@ -91,7 +91,14 @@ class RefitSession:
             digest = plan.digest() if channel.rank == 0 or endpoint.role != "none" else None
             channel.agree("the plan/0", digest, deadline=deadline)
             last = max(channel.collect("version", range(channel.world_size), deadline=deadline))
-            fabric = connect_fabric(channel, job.topology, job.settings, slot_bytes=plan.slot_bytes, deadline=deadline)
+            fabric = connect_fabric(
+                channel,
+                job.topology,
+                job.settings,
+                slot_bytes=plan.slot_bytes,
+                deadline=deadline,
+                buffers=endpoint.devices(),
+            )
             session = cls(channel, endpoint, plan, fabric, version=last)
         session._plan_seconds = time.perf_counter() - began
         return session

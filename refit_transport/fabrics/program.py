@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -65,13 +65,14 @@ class Step:
     then: Callable[[], None] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Program:
     """One rank's steps in the schedule's order, and how many slots there are."""
 
     rank: int
     steps: tuple[Step, ...]
     slots: int
+    schedule: Schedule = field(repr=False)
 
 
 def lower(
@@ -92,7 +93,7 @@ def lower(
         LayoutError: the rank's pieces don't hold what the schedule has it send.
     """
     lowering = _Lowering(schedule, rank, source, target, memory, sizes, receive)
-    return Program(rank, tuple(lowering.steps()), sizes.count)
+    return Program(rank, tuple(lowering.steps()), sizes.count, schedule)
 
 
 class _Lowering:

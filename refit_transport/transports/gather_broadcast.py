@@ -5,6 +5,7 @@ It needs no description of the target's layout, because the engine's own loader 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -126,17 +127,17 @@ class GatherBroadcast:
         )
         if endpoint.target is None:
             return bound(target=None)
-        self._staging = torch.empty(self._staging_bytes, dtype=torch.uint8)
+        self._staging = torch.empty(self._staging_bytes, dtype=torch.uint8, device=fabric.memory.own.device)
         specs = tuple({item.spec.name: item.spec for bucket in self._buckets for item in bucket.staged}.values())
         pieces = tuple(_piece(item) for bucket in self._buckets for item in bucket.staged)
         staging = RankManifest(endpoint.rank, "target", specs, pieces)
         program = bound(target=Binding.of(staging, {_STAGING: self._staging}))
         steps = list(program.steps)
+        payloads = [step.payload for step in steps]
         ends = np.cumsum([len(bucket.schedule.payloads) for bucket in self._buckets]).tolist()
         for bucket, end in zip(self._buckets, ends, strict=True):
-            last = max(number for number, step in enumerate(steps) if step.payload < end)
-            load = partial(endpoint.target.load, _Loaded(bucket, self._staging))
-            steps[last] = replace(steps[last], then=load)
+            last = bisect_left(payloads, end) - 1
+            steps[last] = replace(steps[last], then=partial(endpoint.target.load, _Loaded(bucket, self._staging)))
         return replace(program, steps=tuple(steps))
 
 
