@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Self, get_args
@@ -17,9 +17,9 @@ from refit_transport.fabrics.deadline import Deadline
 from refit_transport.fabrics.rendezvous import ControlChannel
 from refit_transport.layout.manifest import Manifest, RankManifest
 from refit_transport.layout.wire import canonical_json, manifest_from_json, manifest_to_json
+from refit_transport.places import Place, place_here, topology_of
 from refit_transport.refit_plan import RefitPlan
 from refit_transport.report import RankReport, RefitReport
-from refit_transport.scheduling.topology import Topology
 from refit_transport.sources.base import Source
 from refit_transport.targets.base import Target
 from refit_transport.transports.base import Endpoint, Job
@@ -61,6 +61,7 @@ class RefitSession:
         source: Source | None = None,
         target: Target | None = None,
         version: int = -1,
+        node: str = "",
     ) -> Self:
         """Exchanges manifests, plans, compares digests and connects the fabric; returns a complete session or raises.
 
@@ -70,12 +71,13 @@ class RefitSession:
             source: this rank's source, on source ranks.
             target: this rank's target, on target ranks; a rank may have both, in memory of their own.
             version: the version that this rank has from earlier sessions; the next must be above every rank's.
+            node: this rank's node in the cluster, where somebody knows it; ranks of one node share a fast domain.
         """
         began = time.perf_counter()
         channel.claim()
         with _telling_others(channel):
             channel.publish("version", version)
-            job, endpoint = _exchange(channel, settings, source, target)
+            job, endpoint = _exchange(channel, settings, source, target, node)
             deadline = Deadline(job.settings.timeout_s)
             plan = RefitPlan(job)
             channel.agree("the plan/0", plan.digest(), deadline=deadline)
@@ -254,7 +256,7 @@ def _telling_others(channel: ControlChannel) -> Iterator[None]:
 
 
 def _exchange(
-    channel: ControlChannel, settings: RefitSettings | None, source: Source | None, target: Target | None
+    channel: ControlChannel, settings: RefitSettings | None, source: Source | None, target: Target | None, node: str
 ) -> tuple[Job, Endpoint]:
     """Publishes this rank's manifests and reads all others'."""
     rank, everyone = channel.rank, range(channel.world_size)
@@ -264,7 +266,7 @@ def _exchange(
         channel.publish("settings", settings.to_json())
     deadline = Deadline(settings.timeout_s if settings is not None else channel.timeout_s)
     agreed = RefitSettings.from_json(channel.collect("settings", (0,), deadline=deadline)[0])
-    channel.publish("rank", {"host": socket.gethostname(), "source": source is not None, "target": target is not None})
+    channel.publish("rank", {"source": source is not None, "target": target is not None})
     ranks = channel.collect("rank", everyone, deadline=deadline)
     sources = [number for number in everyone if ranks[number]["source"]]
     targets = [number for number in everyone if ranks[number]["target"]]
@@ -279,8 +281,11 @@ def _exchange(
         own_target = target.manifest(rank, held.tensors)
         channel.publish("manifest/target", manifest_to_json(own_target))
     wanted = Manifest.of(_manifests(channel, "manifest/target", targets, deadline))
-    topology = _topology({number: ranks[number]["host"] for number in everyone}, agreed)
-    job = Job(held, wanted, topology, agreed)
+    # Only now, because a target has its buffers after its manifest.
+    devices = {tensor.device for side in (source, target) if side is not None for tensor in side.buffers().values()}
+    channel.publish("place", asdict(place_here(devices, node=node)))
+    places = [Place(**value) for value in channel.collect("place", everyone, deadline=deadline)]
+    job = Job(held, wanted, topology_of(dict(enumerate(places)), agreed), agreed)
     return job, Endpoint(rank, source, own_source, target, own_target)
 
 
@@ -293,9 +298,3 @@ def _manifests(channel: ControlChannel, topic: str, ranks: Sequence[int], deadli
         if key not in known:
             known[key] = manifest_from_json({**value, "rank": number})
         yield replace(known[key], rank=number)
-
-
-def _topology(hosts: Mapping[int, str], settings: RefitSettings) -> Topology:
-    if settings.domains is not None:
-        return Topology.of(settings.domains, nics=settings.nics)
-    return Topology.from_hosts(hosts, nics=settings.nics)
