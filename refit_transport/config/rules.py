@@ -65,6 +65,7 @@ RULES: tuple[Rule, ...] = (
     Rule(rules_run.tiny_model_is_consistent, reads=("refit_run.tiny_model",)),
     Rule(rules_run.buffers_nest, reads=_of_both("staging_bytes bucket_bytes")),
     Rule(rules_run.domains_name_every_rank_once, reads=(*_RANKS, _TRANSPORT, *_of_both("topology"))),
+    Rule(rules_run.nic_rates_are_of_the_domains, reads=(*_RANKS, _TRANSPORT, *_of_both("topology"))),
     Rule(rules_run.ports_are_a_range, reads=_keys(CLUSTER, "master_port_range_low master_port_range_high")),
     Rule(rules_run.prompts_fit_the_model, reads=("refit_run.prompts", f"{VLLM}.max_model_len", *_SHAPE)),
     Rule(rules_run.sequence_divides, reads=(_TRAINS, _TENSOR, _SEQUENCE, "refit_run.sequence_length")),

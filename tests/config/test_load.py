@@ -384,6 +384,14 @@ class TestConfig:
         assert accept({key: "per_role"}).domains() == ((0, 1, 2, 3), (4, 5, 6, 7))
         assert accept({key: [[7, 6, 5, 4], [3, 2, 1, 0]]}).domains() == ((7, 6, 5, 4), (3, 2, 1, 0))
 
+    def test_nic_rates(self, accept: Any) -> None:
+        key = "policy.generation.refit_cfg.nccl_reshard.topology"
+        assert accept({}).refit_settings().nic_rates == ()
+        assert accept({f"{key}.nic_rates": None}).refit_settings().nic_rates == ()
+        assert accept({f"{key}.nic_rates": "50GB"}).refit_settings().nic_rates == (50e9,)
+        two = {"domains": "per_role", "nic_rates": ["50GB", "25GB"]}
+        assert accept({key: two}).refit_settings().nic_rates == (50e9, 25e9)
+
     def test_buffer_defaults_follow_the_staging_memory(self, accept: Any) -> None:
         key = "policy.generation.refit_cfg.nccl_reshard.staging_bytes"
         settings = accept({key: "2MiB"}).settings
