@@ -202,6 +202,7 @@ def run(config: ConfigFile, *, overrides: Overrides = None, as_json: AsJson = Fa
 def bench(
     *,
     lab: Annotated[bool, typer.Option("--lab", help="Refits in rate-limited network namespaces; needs root.")] = False,
+    gpu: Annotated[bool, typer.Option("--gpu", help="Packing on this machine's GPU, and an NCCL group.")] = False,
     planning: Annotated[bool, typer.Option("--plan", help="Seconds and memory of planning full-size models.")] = False,
     cases: Annotated[
         list[str] | None, typer.Option("--case", metavar="NAME", help="Only this case of the lab. Repeatable.")
@@ -213,17 +214,21 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     """Measure refits against their lower bound, and planning; fails where a figure misses its limit."""
-    if not (lab or planning):
-        raise ConfigError("bench", (Violation("what", "nothing", "there is no default", "give --lab, --plan or both"),))
+    if not (lab or planning or gpu):
+        raise ConfigError(
+            "bench", (Violation("what", "nothing", "there is no default", "give --lab, --plan or --gpu"),)
+        )
     from rich.console import Console
 
-    from refit_transport.cli_bench import bench_lab, bench_planning
+    from refit_transport.cli_bench import bench_gpu, bench_lab, bench_planning
 
     console = None if as_json else Console(markup=False, highlight=False)
     found: dict[str, dict[str, Any]] = {}
     with progress() as announce:
         if planning:
             found["planning"] = bench_planning(output=output, console=console, announce=announce)
+        if gpu:
+            found["gpu"] = bench_gpu(output=output, console=console, announce=announce)
         if lab:
             found["lab"] = bench_lab(
                 cases or (), repetitions=repetitions, output=output, console=console, announce=announce

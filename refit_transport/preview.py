@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from refit_transport.config.model import model_shape
 from refit_transport.config.schema import RefitConfig
+from refit_transport.config.settings import FabricName
 from refit_transport.layout.manifest import RankRole
 from refit_transport.layout.presets.megatron import source_manifest
 from refit_transport.layout.presets.model import LogicalModel
 from refit_transport.layout.presets.vllm import EngineParallelism, target_manifest
+from refit_transport.places import Place, topology_of
 from refit_transport.planning.routing import Route
 from refit_transport.refit_plan import RefitPlan
 from refit_transport.report import PlanSummary
 from refit_transport.scheduling.schedule import Traffic, total_traffic
-from refit_transport.scheduling.topology import Topology
 from refit_transport.sources.naming import check_complete
 from refit_transport.transports.base import Footprint, Job
 
@@ -27,6 +28,14 @@ _ENGINE_DECIDES = (
     "a layer that keeps its own weight layout is staged on its rank, which takes that layer's memory once more; both "
     "show only when the engine runs"
 )
+
+# What `topology_of` makes of `auto` NICs without asking anybody.
+_NICS: Mapping[FabricName, str] = {
+    "auto": "one NIC per domain, as without GPUs; with a GPU for each rank a run takes one NIC per rank",
+    "gloo": "one NIC per domain, as always with gloo",
+    "nccl": "one NIC per rank, as always between GPUs",
+    "nccl_m2n": "one NIC per rank, as always between GPUs",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,23 +154,25 @@ def preset_job(config: RefitConfig) -> Job:
         first_rank=config.training_ranks,
         dtype=config.vllm_precision,
     )
-    return Job(source, target, _topology(config), config.refit_settings())
+    settings = config.refit_settings()
+    return Job(source, target, topology_of(_assumed_places(config), settings), settings)
 
 
-def _topology(config: RefitConfig) -> Topology:
-    """The configured domains; where the run asks the hosts, whole nodes in rank order."""
-    domains, nics = config.domains(), config.settings.topology.nics
-    if domains is None:
-        ranks, node = range(config.cluster.ranks), config.cluster.gpus_per_node
-        return Topology.of((ranks[first : first + node] for first in ranks[::node]), nics=nics)
-    return Topology.of(domains, nics=nics)
+def _assumed_places(config: RefitConfig) -> dict[int, Place]:
+    """Whole nodes in rank order."""
+    return {rank: Place(f"node {rank // config.cluster.gpus_per_node}") for rank in range(config.cluster.ranks)}
 
 
 def _assumptions(config: RefitConfig) -> tuple[str, ...]:
     found = [_ENGINE_DECIDES]
     if config.domains() is None:
         node = config.cluster.gpus_per_node
-        found.append(f"one fast domain per node of {node} ranks, in rank order; a run asks each rank for its host")
+        found.append(
+            f"one fast domain per node of {node} ranks, in rank order; a run asks each rank for its host or node, and "
+            "for the NVLink domain of its GPU"
+        )
+    if config.settings.topology.nics == "auto":
+        found.append(f"{_NICS[config.settings.fabric]} (topology.nics: auto)")
     return tuple(found)
 
 

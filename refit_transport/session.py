@@ -20,6 +20,7 @@ from refit_transport.fabrics.rendezvous import ControlChannel
 from refit_transport.layout.manifest import Manifest, RankManifest
 from refit_transport.layout.wire import canonical_json, manifest_from_json, manifest_to_json
 from refit_transport.memory import check_apart
+from refit_transport.places import Place, place_here, topology_of
 from refit_transport.refit_plan import RefitPlan
 from refit_transport.report import RankReport, RefitReport
 from refit_transport.scheduling.topology import Topology
@@ -66,6 +67,7 @@ class RefitSession:
         version: int = -1,
         topology: Topology | None = None,
         idle_ranks: Literal["refused", "allowed"] = "refused",
+        node: str = "",
     ) -> Self:
         """Exchanges manifests, plans, compares digests and connects the fabric; returns a complete session or raises.
 
@@ -78,6 +80,7 @@ class RefitSession:
             topology: the machine graph, the same on every rank; made from the settings when None.
             idle_ranks: whether a rank may have neither side. It then connects and votes like the others, and plans and
                 moves nothing (rank 0 plans, for the report). Where every rank has its part, one without is a mistake.
+            node: this rank's node in the cluster, where somebody knows it; ranks of one node share a fast domain.
         """
         began = time.perf_counter()
         channel.claim()
@@ -85,13 +88,20 @@ class RefitSession:
             channel.publish("version", version)
             if source is None and target is None and idle_ranks == "refused":
                 raise TransferError(channel.rank, -1, "prepare", "", "a rank needs a source or a target")
-            job, endpoint = _exchange(channel, settings, source, target, topology)
+            job, endpoint = _exchange(channel, settings, source, target, topology, node)
             deadline = Deadline(job.settings.timeout_s)
             plan = RefitPlan(job)
             digest = plan.digest() if channel.rank == 0 or endpoint.role != "none" else None
             channel.agree("the plan/0", digest, deadline=deadline)
             last = max(channel.collect("version", range(channel.world_size), deadline=deadline))
-            fabric = connect_fabric(channel, job.topology, job.settings, slot_bytes=plan.slot_bytes, deadline=deadline)
+            fabric = connect_fabric(
+                channel,
+                job.topology,
+                job.settings,
+                slot_bytes=plan.slot_bytes,
+                deadline=deadline,
+                buffers=endpoint.devices(),
+            )
             session = cls(channel, endpoint, plan, fabric, version=last)
         session._plan_seconds = time.perf_counter() - began
         return session
@@ -267,6 +277,7 @@ def _exchange(
     source: Source | None,
     target: Target | None,
     topology: Topology | None,
+    node: str,
 ) -> tuple[Job, Endpoint]:
     """Publishes this rank's manifests and reads all others'; an idle rank reads none, so its job is an empty one."""
     rank, everyone = channel.rank, range(channel.world_size)
@@ -274,28 +285,33 @@ def _exchange(
         channel.publish("settings", settings.to_json())
     deadline = Deadline(settings.timeout_s if settings is not None else channel.timeout_s)
     agreed = RefitSettings.from_json(channel.collect("settings", (0,), deadline=deadline)[0])
-    channel.publish("rank", {"host": socket.gethostname(), "source": source is not None, "target": target is not None})
+    channel.publish("rank", {"source": source is not None, "target": target is not None})
     ranks = channel.collect("rank", everyone, deadline=deadline)
     sources = [number for number in everyone if ranks[number]["source"]]
     targets = [number for number in everyone if ranks[number]["target"]]
     if not sources or not targets:
         raise TransferError(rank, -1, "prepare", "", "a refit needs at least one source and one target rank")
-    if topology is None:
-        topology = _topology({number: ranks[number]["host"] for number in everyone}, agreed)
-    # Ranks without a side don't relay for others.
-    topology = topology.renumbered({number: number for number in {*sources, *targets}})
-    if source is None and target is None and rank != 0:
-        return Job(Manifest("source", (), ()), Manifest("target", (), ()), topology, agreed), Endpoint(rank)
     own_source = own_target = None
+    held, wanted = Manifest("source", (), ()), Manifest("target", (), ())
+    is_idle = source is None and target is None and rank != 0
     if source is not None:
         own_source = source.manifest(rank)
         channel.publish("manifest/source", manifest_to_json(own_source))
-    held = Manifest.of(_manifests(channel, "manifest/source", sources, deadline))
+    if not is_idle:
+        held = Manifest.of(_manifests(channel, "manifest/source", sources, deadline))
     if target is not None:
         own_target = target.manifest(rank, held.tensors)
         channel.publish("manifest/target", manifest_to_json(own_target))
-    wanted = Manifest.of(_manifests(channel, "manifest/target", targets, deadline))
-    return Job(held, wanted, topology, agreed), Endpoint(rank, source, own_source, target, own_target)
+    if not is_idle:
+        wanted = Manifest.of(_manifests(channel, "manifest/target", targets, deadline))
+    # Only now, because a target has its buffers after its manifest.
+    devices = {tensor.device for side in (source, target) if side is not None for tensor in side.buffers().values()}
+    channel.publish("place", asdict(place_here(devices, node=node)))
+    places = [Place(**value) for value in channel.collect("place", everyone, deadline=deadline)]
+    found = topology_of(dict(enumerate(places)), agreed) if topology is None else topology
+    # Ranks without a side don't relay for others.
+    job = Job(held, wanted, found.renumbered({number: number for number in {*sources, *targets}}), agreed)
+    return job, Endpoint(rank, source, own_source, target, own_target)
 
 
 def _manifests(channel: ControlChannel, topic: str, ranks: Sequence[int], deadline: Deadline) -> Iterator[RankManifest]:
@@ -307,9 +323,3 @@ def _manifests(channel: ControlChannel, topic: str, ranks: Sequence[int], deadli
         if key not in known:
             known[key] = manifest_from_json({**value, "rank": number})
         yield replace(known[key], rank=number)
-
-
-def _topology(hosts: Mapping[int, str], settings: RefitSettings) -> Topology:
-    if settings.domains is not None:
-        return Topology.of(settings.domains, nics=settings.nics)
-    return Topology.from_hosts(hosts, nics=settings.nics)

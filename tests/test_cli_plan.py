@@ -113,7 +113,15 @@ def test_the_topology_is_guessed_by_nodes_and_said_so():
     found = planned(domains)
     assert found["summary"]["network_bytes"] == 0
     assert any("node of 4 ranks" in text for text in found["assumptions"])
-    assert len(planned()["assumptions"]) == 1
+    assert not any("node of" in text for text in planned()["assumptions"])
+
+
+@pytest.mark.parametrize(("fabric", "said"), [("auto", "as without GPUs"), ("gloo", "one NIC per domain, as always")])
+def test_the_nics_are_guessed_by_the_fabric_and_said_so(fabric, said):
+    settings = "policy.generation.refit_cfg.nccl_reshard"
+    found = planned(f"{settings}.fabric={fabric}")["assumptions"]
+    assert any(said in text for text in found)
+    assert not any("NIC" in text for text in planned(f"{settings}.topology.nics=rank")["assumptions"])
 
 
 def test_a_folder_with_only_a_config(tmp_path):

@@ -56,8 +56,10 @@ class GenerationWorker:
     fails, until a complete one.
     """
 
-    def __init__(self, *, rank: int, world_size: int, host: str, port: int, config: EngineConfig) -> None:
-        self.rank = rank
+    def __init__(
+        self, *, rank: int, world_size: int, host: str, port: int, config: EngineConfig, node: str = ""
+    ) -> None:
+        self.rank, self._node = rank, node
         self._fenced = ""
         self._version = -1
         os.environ.update(_environment(rank, world_size, host, port, config))
@@ -66,7 +68,7 @@ class GenerationWorker:
     def join_refit(self, address: RefitAddress) -> None:
         """Joins the refit as this engine's ranks; collective over the whole refit."""
         self._llm.collective_rpc(_end_open_update)
-        self._llm.init_weight_transfer_engine({"init_info": asdict(address)})
+        self._llm.init_weight_transfer_engine({"init_info": {**asdict(address), "node": self._node}})
 
     def start_refit(self) -> None:
         """Fences the engine and opens a refit."""

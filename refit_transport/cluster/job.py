@@ -220,7 +220,7 @@ def _policy_arguments(config: RefitConfig, group: WorkerGroup, address: str, por
         "make_vocab_size_divisible_by": megatron.make_vocab_size_divisible_by,
         "timeout_s": config.settings.timeout_s,
     }
-    return [{"rank": rank, **common} for rank in range(group.count)]
+    return [{"rank": rank, "node": node, **common} for rank, node in enumerate(group.nodes())]
 
 
 def _engine_arguments(config: RefitConfig, group: WorkerGroup, address: str, port: int) -> list[dict[str, Any]]:
@@ -236,7 +236,7 @@ def _engine_arguments(config: RefitConfig, group: WorkerGroup, address: str, por
         gpu_memory_utilization=vllm.gpu_memory_utilization,
     )
     common = {"world_size": group.count, "host": address, "port": port, "config": engine}
-    return [{"rank": rank, **common} for rank in range(group.count)]
+    return [{"rank": rank, "node": node, **common} for rank, node in enumerate(group.nodes())]
 
 
 def agreed(groups: Sequence[WorkerGroup], method: str, *args: Any, timeout_s: float) -> Any:

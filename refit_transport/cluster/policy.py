@@ -16,8 +16,9 @@ from refit_transport.session import RefitSession
 class PolicyWorker(TrainingWorker):
     """A training worker whose weights can be sent; refit ranks of the policy are its training ranks."""
 
-    def __init__(self, **arguments: Any) -> None:
+    def __init__(self, *, node: str = "", **arguments: Any) -> None:
         super().__init__(**arguments)
+        self._node = node
         self._channel: ControlChannel | None = None
         self._session: RefitSession | None = None
         self._version = -1
@@ -44,6 +45,7 @@ class PolicyWorker(TrainingWorker):
             settings=settings if self.rank == 0 else None,
             source=self.source(),
             version=self._version,
+            node=self._node,
         )
 
     def send(self, version: int) -> None:

@@ -35,6 +35,10 @@ class _Host:
         """This actor's process id."""
         return os.getpid()
 
+    def node(self) -> str:
+        """The id of this actor's node; where containers share a host name, it still tells them apart."""
+        return str(ray.get_runtime_context().get_node_id())
+
     def build(self, worker_class: type, arguments: Mapping[str, Any]) -> None:
         """Constructs the worker."""
         self._worker = worker_class(**arguments)
@@ -128,6 +132,12 @@ class WorkerGroup:
     def call(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
         """Calls a method on every rank and waits; the results by rank."""
         [found] = collect([self.start(method, *args, **kwargs)], timeout_s=timeout_s or self.timeout_s)
+        return [found[rank] for rank in range(self.count)]
+
+    def nodes(self) -> list[str]:
+        """The id of each rank's node."""
+        references = {rank: actor.node.remote() for rank, actor in enumerate(self._actors)}
+        [found] = collect([Pending(self, "nodes", references)], timeout_s=self.timeout_s)
         return [found[rank] for rank in range(self.count)]
 
     def process_ids(self) -> list[int]:

@@ -70,6 +70,21 @@ def domains_name_every_rank_once(job: Job) -> Iterator[Violation]:
         yield Violation(path, value, "has an empty domain", "remove it")
 
 
+def nic_rates_are_of_the_domains(job: Job) -> Iterator[Violation]:
+    """A list of rates has one for each domain, and the domains are known beforehand."""
+    rates, domains = job.config.settings.topology.nic_rates, job.config.domains()
+    if len(rates) <= 1 or (domains is not None and len(domains) == len(rates)):
+        return
+    reason = (
+        "must be one rate: which domains there are shows only at the run"
+        if domains is None
+        else f"must be one rate, or one for each of {len(domains)} domains"
+    )
+    remedy = "list topology.domains, or give one rate" if domains is None else "give as many rates as domains"
+    path = f"{REFIT_CFG}.{job.config.settings_name}.topology.nic_rates"
+    yield Violation(path, shown([int(rate) for rate in rates]), reason, remedy)
+
+
 def ports_are_a_range(job: Job) -> Iterator[Violation]:
     """Both ends or none."""
     low, high = job.config.cluster.master_port_range_low, job.config.cluster.master_port_range_high

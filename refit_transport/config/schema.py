@@ -271,6 +271,7 @@ class RefitConfig(Section):
             routes=tuple(RouteRule(route.pattern, route.transport) for route in reshard.routes),
             domains=self.domains(),
             nics=settings.topology.nics,
+            nic_rates=tuple(map(float, settings.topology.nic_rates)),
             disabled_passes=reshard.disabled_passes,
             chains=self.policy.generation.refit_cfg.gather_broadcast.chains,
             shared_memory=settings.shared_memory,

@@ -9,12 +9,11 @@ from typing import Any, Literal, Self
 from refit_transport.planning.routing import Coverage, RouteRule
 from refit_transport.scheduling.broadcast import ChainKind
 from refit_transport.scheduling.scheduler import PassName
-from refit_transport.scheduling.topology import NicKind
 
 Verify = Literal["off", "sample", "full"]
 SharedMemory = Literal["auto", "off"]
+Nics = Literal["auto", "domain", "rank"]
 FabricName = Literal["auto", "gloo", "nccl", "nccl_m2n"]
-AVAILABLE_FABRICS: tuple[FabricName, ...] = ("auto", "gloo")
 
 MIB = 1 << 20
 
@@ -24,10 +23,12 @@ class RefitSettings:
     """Everything about a refit that isn't a layout; rank 0 hands it to the others.
 
     transport: the registry's name of what `refit_transport` selects.
-    fabric: what moves bytes; "auto" is gloo, and the NCCL fabrics are not available yet.
+    fabric: what moves bytes; "auto" is nccl where every rank's weights are on a GPU of its own and torch has NCCL, and
+        gloo elsewhere.
     coverage, routes: which tensors go shard-to-shard (only with `nccl_reshard`).
-    domains: topology domains as lists of refit ranks; None: one domain per host.
+    domains: topology domains as lists of refit ranks; None: from where the ranks are, see `places.topology_of`.
     nics: whether the ranks of a domain share one NIC or have one each; senders are chosen to keep all equally busy.
+    nic_rates: bytes per second of each NIC and direction: none known, one for all, or one for each of `domains`.
     disabled_passes: scheduling passes of nccl_reshard that are switched off, to see what they are worth.
     chains: gather_broadcast's chains, one per NIC of a domain or a single one.
     shared_memory: "auto" lets ranks of one host exchange through shared memory, "off" only over TCP.
@@ -41,7 +42,8 @@ class RefitSettings:
     coverage: Coverage = "ffn"
     routes: tuple[RouteRule, ...] = ()
     domains: tuple[tuple[int, ...], ...] | None = None
-    nics: NicKind = "domain"
+    nics: Nics = "auto"
+    nic_rates: tuple[float, ...] = ()
     disabled_passes: tuple[PassName, ...] = ()
     chains: ChainKind = "nic"
     shared_memory: SharedMemory = "auto"
@@ -63,6 +65,7 @@ class RefitSettings:
                 **value,
                 "routes": tuple(RouteRule(**rule) for rule in value["routes"]),
                 "disabled_passes": tuple(value["disabled_passes"]),
+                "nic_rates": tuple(value["nic_rates"]),
                 "domains": None if domains is None else tuple(map(tuple, domains)),
             }
         )

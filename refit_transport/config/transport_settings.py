@@ -8,11 +8,10 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, ByteSize, Field, field_validator
 
 from refit_transport.config.base import MIB, Bytes, Number, Section
-from refit_transport.config.settings import FabricName, SharedMemory
+from refit_transport.config.settings import FabricName, Nics, SharedMemory
 from refit_transport.planning.routing import RouteRule
 from refit_transport.scheduling.broadcast import ChainKind
 from refit_transport.scheduling.scheduler import PassName
-from refit_transport.scheduling.topology import NicKind
 
 Ranks = tuple[int, ...]
 
@@ -45,6 +44,12 @@ def _domains_form(value: object) -> object:
     return value
 
 
+def _listed(value: object) -> object:
+    if value is None:
+        return ()
+    return value if isinstance(value, list | tuple) else (value,)
+
+
 def _off_is_a_word(value: object) -> object:
     return "off" if value is False else value
 
@@ -55,19 +60,25 @@ class Topology(Section):
     Refit ranks: the training ranks first, in Megatron's order, then the generation ranks, engine by engine.
     """
 
-    # auto: one domain per host. single: all ranks in one. per_role: training ranks in one, generation ranks in another.
-    # Or lists of refit ranks that name every rank once.
+    # auto: one domain per host (inside Ray per node), or per NVLink domain where one joins GPUs of several hosts.
+    # single: all ranks in one. per_role: training ranks in one, generation ranks in another. Or lists of refit ranks
+    # that name every rank once.
     domains: Annotated[Literal["auto", "single", "per_role"] | tuple[Ranks, ...], BeforeValidator(_domains_form)] = (
         "auto"
     )
-    # What reaches the network: one NIC that all ranks of a domain share, or one for each rank.
-    nics: NicKind = "domain"
+    # What reaches the network: one NIC that all ranks of a domain share, or one for each rank. auto: one for each rank
+    # where bytes go from GPU to GPU, else one for each domain.
+    nics: Nics = "auto"
+    # Bytes per second of each NIC, such as "50GB"; or a list, one for each of the domains. They only matter where they
+    # differ, and for predicted times.
+    nic_rates: Annotated[tuple[Bytes, ...], BeforeValidator(_listed)] = ()
 
 
 class TransportSettings(Section):
     """What both transports' settings have."""
 
-    # auto: gloo, which sends from host memory; the NCCL fabrics are not available yet.
+    # gloo sends from host memory, nccl between GPUs; nccl_m2n gives NCCL M2N the tensors that it can move whole.
+    # auto: nccl where every rank's weights are on a GPU of its own and torch has NCCL, gloo elsewhere.
     fabric: FabricName = "auto"
     topology: Topology = Topology()
     # Extra memory of one rank during a refit; a number of bytes or text such as "64MiB".

@@ -28,7 +28,8 @@ class RefitInitInfo(WeightTransferInitInfo):
     """Where the refit's rank 0 listens, and who this engine is.
 
     first_rank: the refit rank of this engine's first vLLM rank. world_size: of the refit, both
-    sides. timeout_s: seconds until a silent peer is an error.
+    sides. timeout_s: seconds until a silent peer is an error. node: this rank's node in the cluster, if anybody knows
+    it; it tells which ranks are near where host names don't.
     """
 
     host: str
@@ -36,6 +37,7 @@ class RefitInitInfo(WeightTransferInitInfo):
     first_rank: int
     world_size: int
     timeout_s: float = 300.0
+    node: str = ""
 
 
 @dataclass
@@ -69,7 +71,7 @@ class RefitTransportEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo])
             world_size=init_info.world_size,
             timeout_s=init_info.timeout_s,
         )
-        self._session = RefitSession.prepare(channel, target=self._target, version=self._version)
+        self._session = RefitSession.prepare(channel, target=self._target, version=self._version, node=init_info.node)
 
     def start_weight_update(self) -> None:
         """Opens a refit: the weights are not to be used until it is finished."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, Self
@@ -68,7 +68,7 @@ class Topology:
         domains: Iterable[Iterable[int]],
         *,
         nics: NicKind = "domain",
-        nic_rate: float = DEFAULT_NIC_RATE,
+        nic_rate: float | Sequence[float] = DEFAULT_NIC_RATE,
         local_rate: float = DEFAULT_LOCAL_RATE,
     ) -> Self:
         """Sorted ranks in each domain, domains by their first rank; empty ones are dropped.
@@ -76,20 +76,24 @@ class Topology:
         Args:
             domains: the ranks of each domain.
             nics: one NIC for all ranks of a domain, or one for each rank.
-            nic_rate: payload bytes per second of each NIC and direction.
+            nic_rate: payload bytes per second of each NIC and direction; or one figure per domain, in the given order.
             local_rate: payload bytes per second of each rank and direction inside its domain.
-        """
-        ordered = tuple(sorted(ranks for domain in domains if (ranks := tuple(sorted(domain)))))
-        groups = ordered if nics == "domain" else tuple((rank,) for domain in ordered for rank in domain)
-        return cls(ordered, tuple(Nic(ranks, nic_rate) for ranks in groups), local_rate)
 
-    @classmethod
-    def from_hosts(cls, hosts: Mapping[int, str], *, nics: NicKind = "domain") -> Self:
-        """One domain per host, from each rank's host name."""
-        domains: dict[str, list[int]] = {}
-        for rank, host in hosts.items():
-            domains.setdefault(host, []).append(rank)
-        return cls.of(domains.values(), nics=nics)
+        Raises:
+            LayoutError: there are more or fewer rates than domains, or a rank is in two domains.
+
+        >>> Topology.of(((2, 3), (0, 1)), nic_rate=(1e9, 2e9)).nics
+        (Nic(ranks=(0, 1), rate=2000000000.0), Nic(ranks=(2, 3), rate=1000000000.0))
+        """
+        given = [tuple(sorted(domain)) for domain in domains]
+        rates = list(nic_rate) if isinstance(nic_rate, Sequence) else [nic_rate] * len(given)
+        if len(rates) != len(given):
+            raise LayoutError("", -1, f"a NIC rate for each of {len(given)} domains", f"{len(rates)} rates")
+        rated = sorted((ranks, rate) for ranks, rate in zip(given, rates, strict=True) if ranks)
+        groups = [
+            (group, rate) for ranks, rate in rated for group in ([ranks] if nics == "domain" else [(r,) for r in ranks])
+        ]
+        return cls(tuple(ranks for ranks, _ in rated), tuple(Nic(*group) for group in groups), local_rate)
 
     @property
     def ranks(self) -> frozenset[int]:

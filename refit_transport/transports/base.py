@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import torch
 
 from refit_transport.config.settings import RefitSettings
 from refit_transport.fabrics.base import Fabric, Spent
@@ -65,6 +66,15 @@ class Endpoint:
         if self.target is None or self.target_manifest is None:
             return None
         return Binding.of(self.target_manifest, self.target.buffers())
+
+    def devices(self) -> dict[str, torch.device]:
+        """The device of each buffer that a manifest's pieces point into; those that a refit makes are not there yet."""
+        found: dict[str, torch.device] = {}
+        for side, manifest in ((self.source, self.source_manifest), (self.target, self.target_manifest)):
+            if side is not None and manifest is not None:
+                used = {piece.buffer for piece in manifest.pieces}
+                found |= {name: buffer.device for name, buffer in side.buffers().items() if name in used}
+        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -316,7 +316,6 @@ class TestNemoRl:
 
     def test_what_cannot_run_yet_is_all_that_is_told(self, tmp_path: Path, model_folder: Path) -> None:
         changes = {
-            "nccl_reshard: {coverage: all}": "nccl_reshard: {coverage: all, fabric: nccl}",
             "context_parallel_size: 1": "context_parallel_size: 2",
             "peft: {enabled: false, dim: 8}": "peft: {enabled: true, dim: 8}",
             "fp8_cfg: {enabled: false}": "fp8_cfg: {enabled: true}",
@@ -330,7 +329,6 @@ class TestNemoRl:
             text = text.replace(old, new)
         found = problems(write(tmp_path / "grpo.yaml", text % model_folder))
         assert {violation.path for violation in found} == {
-            "policy.generation.refit_cfg.nccl_reshard.fabric",
             "policy.megatron_cfg.context_parallel_size",
             "policy.megatron_cfg.peft.enabled",
             "policy.megatron_cfg.fp8_cfg.enabled",
@@ -385,6 +383,14 @@ class TestConfig:
         assert accept({key: "single"}).domains() == (tuple(range(8)),)
         assert accept({key: "per_role"}).domains() == ((0, 1, 2, 3), (4, 5, 6, 7))
         assert accept({key: [[7, 6, 5, 4], [3, 2, 1, 0]]}).domains() == ((7, 6, 5, 4), (3, 2, 1, 0))
+
+    def test_nic_rates(self, accept: Any) -> None:
+        key = "policy.generation.refit_cfg.nccl_reshard.topology"
+        assert accept({}).refit_settings().nic_rates == ()
+        assert accept({f"{key}.nic_rates": None}).refit_settings().nic_rates == ()
+        assert accept({f"{key}.nic_rates": "50GB"}).refit_settings().nic_rates == (50e9,)
+        two = {"domains": "per_role", "nic_rates": ["50GB", "25GB"]}
+        assert accept({key: two}).refit_settings().nic_rates == (50e9, 25e9)
 
     def test_buffer_defaults_follow_the_staging_memory(self, accept: Any) -> None:
         key = "policy.generation.refit_cfg.nccl_reshard.staging_bytes"

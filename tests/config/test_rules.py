@@ -100,15 +100,6 @@ CASES = [
     case(
         "transport", {f"{G}.refit_transport": "nccl_rshard"}, f"{G}.refit_transport", "unknown", "mean 'nccl_reshard'"
     ),
-    case("nccl", {f"{N}.fabric": "nccl"}, f"{N}.fabric", "not available yet: bytes go through gloo", "auto or gloo"),
-    case("m2n", {f"{N}.fabric": "nccl_m2n"}, f"{N}.fabric", "not available yet: bytes go through gloo", "auto or gloo"),
-    case(
-        "fabric of the other transport",
-        {f"{G}.refit_transport": None, f"{G}.refit_cfg.gather_broadcast.fabric": "nccl"},
-        f"{G}.refit_cfg.gather_broadcast.fabric",
-        "not available yet",
-        "gloo",
-    ),
     case(
         "context",
         {f"{M}.context_parallel_size": 2},
@@ -196,6 +187,23 @@ CASES = [
     ),
     case(
         "empty domain", {f"{N}.topology.domains": [[*range(8)], []]}, f"{N}.topology.domains", "empty domain", "remove"
+    ),
+    case("nics", {f"{N}.topology.nics": "node"}, f"{N}.topology.nics", "auto or domain or rank"),
+    case("rate", {f"{N}.topology.nic_rates": "fast"}, f"{N}.topology.nic_rates[0]", "size in bytes", "64MiB"),
+    case("no rate", {f"{N}.topology.nic_rates": [0]}, f"{N}.topology.nic_rates[0]", "at least 1024"),
+    case(
+        "rates of unknown domains",
+        {f"{N}.topology.nic_rates": ["50GB", "25GB"]},
+        f"{N}.topology.nic_rates",
+        "shows only at the run",
+        "list topology.domains",
+    ),
+    case(
+        "too many rates",
+        {f"{N}.topology": {"domains": "per_role", "nic_rates": ["1GB", "2GB", "3GB"]}},
+        f"{N}.topology.nic_rates",
+        "each of 2 domains",
+        "as many rates",
     ),
     case(
         "half range", {"cluster.master_port_range_low": 4000}, "cluster.master_port_range_high", "must be set", "both"
@@ -445,6 +453,8 @@ def test_sizes_that_do_not_divide(
         ({}, {f"{G}.refit_transport": None}),
         ({}, {f"{G}.refit_cfg": None}),
         ({}, {"cluster.num_nodes": 2, f"{R}.num_nodes": 1, f"{R}.gpus_per_node": 8}),
+        ({}, {f"{N}.topology": {"domains": "per_role", "nic_rates": ["50GB", "25GB"], "nics": "rank"}}),
+        ({}, {f"{N}.topology.nic_rates": "50GB"}),
         ({}, {f"{N}.topology.domains": [[7, 0], [1, 2, 3], [4, 5, 6]], f"{N}.staging_bytes": "64MiB"}),
     ],
 )
