@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Self, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.distributed import DistStoreError
 
 from refit_transport.errors import AgreementError, DeadlineError, RefitTransportError, TransferError
 from refit_transport.fabrics.deadline import Deadline, DeadlineCaller
@@ -20,7 +20,9 @@ _FAILURE, _VERDICT = "failure", "verdict"
 # An answer takes a millisecond, or much longer where all cores are busy; a short timeout isn't meant for it.
 _LEAST_PATIENCE_S = 1.0
 # Whoever waits for a value looks this often whether another rank has failed.
-_LOOK_EVERY = timedelta(seconds=0.2)
+_LOOK_EVERY_S = 0.1
+# An agreement is part of every refit, so its answer is looked for often.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2e-4, 4e-3
 
 
 class ControlChannel:
@@ -149,29 +151,29 @@ class ControlChannel:
         return TransferError(self.rank, cause["rank"], "peer failure", "", cause["reason"])
 
     def _wait(self, topic: str, names: Sequence[int | str], deadline: Deadline) -> list[Any]:
-        """The values of all these keys of a topic. The store answers when the last one is set, or after a while."""
+        """The values of all these keys of a topic.
+
+        It asks again and again: where torch's store is asked to wait, every wait that ends in vain prints a warning.
+        """
         keys = [f"{topic}/{name}" for name in names]
         # Of a verdict rank 0 gives up first: it knows for whom everybody waits.
         patience = Deadline(deadline.remaining() + (_LEAST_PATIENCE_S if _VERDICT in names else 0.0))
-        while not self._ask(topic, self._are_set, keys, deadline=deadline):
-            failure = self.failure()
-            if failure is not None:
-                raise failure
+        pause, look = _FIRST_PAUSE_S, Deadline(_LOOK_EVERY_S)
+        while not self._ask(topic, self._store.check, keys, deadline=deadline):
+            if look.passed:
+                look = Deadline(_LOOK_EVERY_S)
+                failure = self.failure()
+                if failure is not None:
+                    raise failure
             if patience.passed:
-                missing = next(n for n, key in zip(names, keys, strict=True) if not self._ask(topic, self._is_set, key))
+                missing = next(
+                    n for n, k in zip(names, keys, strict=True) if not self._ask(topic, self._store.check, [k])
+                )
                 late = "rank 0" if missing == _VERDICT else f"rank {missing}"
                 raise DeadlineError(f"rank {self.rank}", late, topic, deadline.seconds)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
         return [decode(value) for value in self._ask(topic, self._store.multi_get, keys)] if keys else []
-
-    def _are_set(self, keys: Sequence[str]) -> bool:
-        try:
-            self._store.wait(list(keys), _LOOK_EVERY)
-        except DistStoreError:
-            return False
-        return True
-
-    def _is_set(self, key: str) -> bool:
-        return self._store.check([key])
 
     def _set(self, key: str, value: Any) -> None:
         self._ask(key, self._store.set, key, encode(value))
