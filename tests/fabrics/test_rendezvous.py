@@ -93,7 +93,9 @@ def test_an_erased_channel_holds_nothing_of_any_rank() -> None:
     def rank_main(channel: ControlChannel) -> None:
         channel.publish("topic", 1)
         channel.agree("published/0", "", deadline=Deadline(10.0))
+        channel.publish("report", "")
         if channel.rank == 0:
+            channel.collect("report", range(2), deadline=Deadline(10.0))
             channel.erase()
             assert channel.group_store("").list_keys() == []  # type: ignore[attr-defined]
 
