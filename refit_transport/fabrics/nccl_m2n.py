@@ -121,7 +121,6 @@ class NcclM2nFabric:
             done = streams.marked(streams.side)
             if not guard.wait_until(done.query):
                 raise guard.failed(self._messages.rank, "")
-            streams.device.current_stream().wait_event(done)
         spent.received_bytes += sum(move.target.nbytes for move in moves if move.target is not None)
 
     def _call(self, move: NativeMove, communicator: int) -> None:
