@@ -204,6 +204,17 @@ def bench(
     lab: Annotated[bool, typer.Option("--lab", help="Refits in rate-limited network namespaces; needs root.")] = False,
     gpu: Annotated[bool, typer.Option("--gpu", help="Packing on this machine's GPU, and an NCCL group.")] = False,
     planning: Annotated[bool, typer.Option("--plan", help="Seconds and memory of planning full-size models.")] = False,
+    ranks: Annotated[
+        Path | None,
+        typer.Option("--ranks", metavar="CONFIG", help="All ways of refitting on the ranks of a job, on Ray; advises."),
+    ] = None,
+    overrides: Overrides = None,
+    step_seconds: Annotated[
+        float | None, typer.Option(min=0.0, help="With --ranks: seconds of a step without its refit.")
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --ranks: take a step's seconds from this report of run.")
+    ] = None,
     cases: Annotated[
         list[str] | None, typer.Option("--case", metavar="NAME", help="Only this case of the lab. Repeatable.")
     ] = None,
@@ -214,16 +225,16 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     """Measure refits against their lower bound, and planning; fails where a figure misses its limit."""
-    if not (lab or planning or gpu):
-        raise ConfigError(
-            "bench", (Violation("what", "nothing", "there is no default", "give --lab, --plan or --gpu"),)
-        )
+    if not (lab or planning or gpu or ranks):
+        remedy = "give --lab, --plan, --gpu or --ranks CONFIG, or several"
+        raise ConfigError("bench", (Violation("what", "nothing", "there is no default", remedy),))
     from rich.console import Console
 
-    from refit_transport.cli_bench import bench_gpu, bench_lab, bench_planning
+    from refit_transport.cli_bench import bench_gpu, bench_lab, bench_planning, bench_ranks, step_time
 
     console = None if as_json else Console(markup=False, highlight=False)
     found: dict[str, dict[str, Any]] = {}
+    checked, step = (load(ranks, overrides) if ranks is not None else None), step_time(step_seconds, report)
     with progress() as announce:
         if planning:
             found["planning"] = bench_planning(output=output, console=console, announce=announce)
@@ -232,6 +243,17 @@ def bench(
         if lab:
             found["lab"] = bench_lab(
                 cases or (), repetitions=repetitions, output=output, console=console, announce=announce
+            )
+        if checked is not None:
+            found["ranks"] = bench_ranks(
+                checked,
+                title=str(ranks),
+                repetitions=repetitions,
+                step=step,
+                ray_address=os.environ.get("RAY_ADDRESS"),
+                output=output,
+                console=console,
+                announce=announce,
             )
     if as_json:
         print_json(found)

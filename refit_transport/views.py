@@ -8,7 +8,7 @@ import torch
 
 from refit_transport.errors import LayoutError
 from refit_transport.layout.box import Box
-from refit_transport.layout.manifest import Piece
+from refit_transport.layout.manifest import Piece, RankManifest
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -39,6 +39,23 @@ def piece_view(piece: Piece, buffers: Mapping[str, torch.Tensor], *, dtype: torc
         expected = f"buffer {piece.buffer} to reach element {last} for box {piece.box}"
         raise LayoutError(piece.tensor, -1, expected, f"it ends with element {end}")
     return buffer.as_strided(piece.box.shape, piece.strides, buffer.storage_offset() + piece.offset)
+
+
+def make_buffers(
+    manifest: RankManifest, *, device: torch.device | str = "cpu", spare: int = 0
+) -> dict[str, torch.Tensor]:
+    """Memory for a rank whose buffers are only described: each just long enough for its pieces, and `spare` elements.
+
+    What is in it is undefined.
+    """
+    dtypes = {spec.name: torch_dtype(spec.dtype) for spec in manifest.tensors}
+    sizes: dict[str, int] = {}
+    kinds: dict[str, torch.dtype] = {}
+    for piece in manifest.pieces:
+        end = piece.offset + _reach(piece.box.shape, piece.strides) + 1
+        sizes[piece.buffer] = max(sizes.get(piece.buffer, 0), end)
+        kinds[piece.buffer] = dtypes[piece.tensor]
+    return {name: torch.empty(size + spare, dtype=kinds[name], device=device) for name, size in sizes.items()}
 
 
 def _reach(shape: Sequence[int], strides: Sequence[int]) -> int:

@@ -14,8 +14,9 @@ from refit_transport.bench.cases import Case
 from refit_transport.bench.crew import Crew
 from refit_transport.bench.isolation import Announce, isolated
 from refit_transport.bench.lab import Counters, Lab
-from refit_transport.bench.rank import LabRank, Ran, Sample
+from refit_transport.bench.rank import LabRank, Sample
 from refit_transport.bench.results import CaseResult, LabResult, Repetition, Uplink, VariantResult, judge
+from refit_transport.bench.session_rank import Ran
 from refit_transport.bench.variants import Variant, settings_of
 from refit_transport.errors import LayoutError, RefitTransportError
 from refit_transport.scheduling.schedule import Traffic
@@ -27,8 +28,6 @@ _CALL_SECONDS = 180.0
 _START_SECONDS = 0.05
 # Until the last acknowledgements have passed the counters.
 _SETTLE_SECONDS = 0.05
-# Phases in which bytes are packed, sent, received or unpacked; all others are overhead.
-_NOT_MOVING = frozenset({"plan", "agree", "verify"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,14 +181,7 @@ class _Rounds:
 
 def _repetition(ran: Sequence[Ran], busy: float) -> Repetition:
     seconds = max(r.ended for r in ran) - min(r.began for r in ran)
-    moving = [
-        {phase: spent for phase, spent in report.seconds.items() if phase not in _NOT_MOVING} for report in ran[0].ranks
-    ]
-    busiest = max(moving, key=lambda phases: sum(phases.values()))
-    cpu = sum(r.cpu for r in ran)
-    return Repetition(
-        seconds, busiest, 1 - sum(busiest.values()) / seconds, cpu / seconds, max(0.0, busy - cpu) / seconds
-    )
+    return Repetition.of(seconds, ran[0].ranks, cpu=sum(r.cpu for r in ran), busy=busy)
 
 
 def _busy_seconds() -> float:

@@ -43,9 +43,9 @@ def _times(title: str, variants: tuple[VariantResult, ...]) -> Table:
     for variant in variants:
         table.add_row(
             variant.name,
-            _milliseconds(variant.seconds),
+            milliseconds(variant.seconds),
             f"{variant.spread:.0%}",
-            _milliseconds(variant.bound.seconds) if variant.bound.seconds else "",
+            milliseconds(variant.bound.seconds) if variant.bound.seconds else "",
             f"{share:.1%}" if (share := variant.of_bound) is not None else "",
             sized(sum(uplink.measured for uplink in variant.uplinks if uplink.direction == "out")),
             f"{max(variant.extra_memory) / MIB:.1f} MiB",
@@ -68,5 +68,6 @@ def _figures(verdicts: tuple[Verdict, ...]) -> Table:
     return table
 
 
-def _milliseconds(seconds: float) -> str:
+def milliseconds(seconds: float) -> str:
+    """A time for tables."""
     return f"{seconds * 1e3:.0f} ms"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from refit_transport.bench.bounds import LowerBound
 from refit_transport.bench.figures import BOUND, ExtraMemory, Figure, Limit, Overhead, Ratio, UplinkBytes
+from refit_transport.report import RankReport
 
 MIB = 1 << 20
 # Headers take 0.7 % of a full packet. A NIC also carries acknowledgements of what goes the other way, and control
@@ -16,6 +17,8 @@ MIB = 1 << 20
 UPLINK_TOLERANCE = 0.05
 ACKNOWLEDGEMENT_SHARE = 0.01
 CONTROL_BYTES = 256 * 1024
+# Phases in which bytes are packed, sent, received or unpacked are all others; these are overhead.
+_NOT_MOVING = frozenset({"plan", "agree", "verify"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,14 @@ class Repetition:
     overhead: float
     cpu: float
     other_cpu: float
+
+    @classmethod
+    def of(cls, seconds: float, ranks: Sequence[RankReport], *, cpu: float, busy: float) -> Self:
+        """From all ranks' reports, the CPU seconds of the ranks, and those of the whole machine."""
+        moving = [{phase: t for phase, t in rank.seconds.items() if phase not in _NOT_MOVING} for rank in ranks]
+        busiest = max(moving, key=lambda phases: sum(phases.values()))
+        overhead = 1 - sum(busiest.values()) / seconds
+        return cls(seconds, busiest, overhead, cpu / seconds, max(0.0, busy - cpu) / seconds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from refit_transport.bench.lab import Wiring
 from refit_transport.bench.workload import Model
-from refit_transport.config.settings import RefitSettings
+from refit_transport.config.settings import FabricName, RefitSettings
+from refit_transport.planning.routing import Coverage
 from refit_transport.scheduling.scheduler import PassName
 
 # A refit in the lab takes seconds; this is how long a broken one may hold up the rest.
@@ -20,7 +21,7 @@ class Variant:
 
     name: its key in tables and figures. transport: the registry's name. disabled: schedule passes that are off.
     chains: of `gather_broadcast`, one chain per NIC or a single one. shared_memory: between ranks of one host.
-    model: refits this model and not the case's.
+    coverage: of `nccl_reshard`. fabric: what moves the bytes. model: refits this model and not the case's.
     """
 
     name: str
@@ -28,7 +29,22 @@ class Variant:
     disabled: tuple[PassName, ...] = ()
     chains: Literal["nic", "single"] = "nic"
     shared_memory: Literal["auto", "off"] = "auto"
+    coverage: Coverage = "all"
+    fabric: FabricName = "auto"
     model: Model | None = None
+
+    def applied_to(self, settings: RefitSettings) -> RefitSettings:
+        """Settings of this variant; what a variant doesn't say stays, but routes, which would override its coverage."""
+        return replace(
+            settings,
+            transport=self.transport,
+            coverage=self.coverage,
+            routes=(),
+            disabled_passes=self.disabled,
+            chains=self.chains,
+            shared_memory=self.shared_memory,
+            fabric=self.fabric,
+        )
 
 
 FLAT_PASSES: tuple[PassName, ...] = ("local", "deduplicate", "balance", "stripe", "forward")
@@ -45,13 +61,4 @@ SINGLE_CHAIN = Variant("gather_broadcast, single chain", transport="gather_broad
 
 def settings_of(variant: Variant, wiring: Wiring) -> RefitSettings:
     """The settings of a variant in a lab."""
-    return RefitSettings(
-        transport=variant.transport,
-        coverage="all",
-        domains=wiring.nodes,
-        timeout_s=_TIMEOUT_S,
-        nics=wiring.nics,
-        disabled_passes=variant.disabled,
-        chains=variant.chains,
-        shared_memory=variant.shared_memory,
-    )
+    return variant.applied_to(RefitSettings(domains=wiring.nodes, nics=wiring.nics, timeout_s=_TIMEOUT_S))

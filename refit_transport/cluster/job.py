@@ -138,24 +138,11 @@ def running_job(config: RefitConfig, *, scratch: Path | None = None) -> Iterator
     Raises:
         WorkerError: a worker didn't start; names group, rank and phase.
     """
-    ports = PortRange(config.cluster.master_port_range_low or 0, config.cluster.master_port_range_high or 0)
-    resources = _rank_resources(config.cluster.ranks)
-    environment = _environment(resources, scratch)
-    with contextlib.ExitStack() as stack:
-        groups = [
-            _group(stack, name, count, resources, environment, config.refit_run.worker_timeout_s)
-            for name, count in (
-                ("policy", config.training_ranks),
-                *(
-                    (f"engine {i}", config.policy.generation.vllm_cfg.tensor_parallel_size)
-                    for i in range(config.engines)
-                ),
-            )
-        ]
-        host = None if config.cluster.num_nodes > 1 else LOOPBACK
-        policy, *engines = groups
+    with placed_groups(config, scratch=scratch) as placed:
+        ports, host = placed.ports, placed.host
+        policy, *engines = placed.groups
         places = []
-        for group in groups:
+        for group in placed.groups:
             address, port = group.address(ports, host=host)
             places.append((address, port))
             ports = ports.promising(port)
@@ -167,6 +154,35 @@ def running_job(config: RefitConfig, *, scratch: Path | None = None) -> Iterator
         collect(building, timeout_s=config.refit_run.worker_timeout_s)
         synchronizer = RefitSynchronizer(policy, engines, settings=config.refit_settings(), ports=ports, host=host)
         yield RefitJob(policy, tuple(engines), synchronizer)
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedGroups:
+    """The policy's group, then one for each engine; where they may listen, and at which address (None: the node's)."""
+
+    groups: tuple[WorkerGroup, ...]
+    ports: PortRange
+    host: str | None
+
+
+@contextlib.contextmanager
+def placed_groups(config: RefitConfig, *, scratch: Path | None = None) -> Iterator[PlacedGroups]:
+    """Starts the actors of all ranks, without workers yet, and releases them at the end of the block.
+
+    Raises:
+        WorkerError: the cluster doesn't have the resources.
+    """
+    resources = _rank_resources(config.cluster.ranks)
+    environment = _environment(resources, scratch)
+    engine_ranks = config.policy.generation.vllm_cfg.tensor_parallel_size
+    sizes = {"policy": config.training_ranks} | {f"engine {i}": engine_ranks for i in range(config.engines)}
+    with contextlib.ExitStack() as stack:
+        groups = tuple(
+            _group(stack, name, count, resources, environment, config.refit_run.worker_timeout_s)
+            for name, count in sizes.items()
+        )
+        ports = PortRange(config.cluster.master_port_range_low or 0, config.cluster.master_port_range_high or 0)
+        yield PlacedGroups(groups, ports, None if config.cluster.num_nodes > 1 else LOOPBACK)
 
 
 def _group(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -23,8 +24,9 @@ from refit_transport.report import RefitReport
 class RefitRound:
     """One round: steps of training, a refit, and the comparison.
 
-    `loss` is the last step's. `largest_difference` is that of log-probabilities (natural logarithm) of the same tokens
-    between trainer and samplers; `largest_change` that of the samplers' between this version and the one before.
+    `loss` is the last step's; `step_seconds` is what the steps before the refit took, all together.
+    `largest_difference` is that of log-probabilities (natural logarithm) of the same tokens between trainer and
+    samplers; `largest_change` that of the samplers' between this version and the one before.
     """
 
     version: int
@@ -32,6 +34,7 @@ class RefitRound:
     largest_difference: float
     largest_change: float
     report: RefitReport
+    step_seconds: float
 
     def to_json(self) -> dict[str, Any]:
         """A plain value for the report file."""
@@ -92,16 +95,17 @@ def _round(
     config: RefitConfig, job: RefitJob, version: int, before: list[list[float]], announce: Announce
 ) -> tuple[RefitRound, list[list[float]]]:
     run = config.refit_run
-    loss = 0.0
+    loss, began = 0.0, time.perf_counter()
     for step in range(run.steps_per_refit):
         announce(f"version {version}: training step {step + 1} of {run.steps_per_refit}")
         batch = token_batch(config, (version - 1) * run.steps_per_refit + step)
         loss = agreed((job.policy,), "train_step", batch, timeout_s=config.refit_run.worker_timeout_s)
+    step_seconds = time.perf_counter() - began
     announce(f"version {version}: refit")
     report = job.synchronizer.sync(version)
     announce(f"version {version}: comparing log-probabilities")
     trained, served = _logprobs(config, job)
-    finished = RefitRound(version, loss, _distance(trained, served), _distance(before, served), report)
+    finished = RefitRound(version, loss, _distance(trained, served), _distance(before, served), report, step_seconds)
     if not finished.largest_difference <= run.logprob_tolerance:
         raise ParityError(version, finished.largest_difference, run.logprob_tolerance, "differ from the trainer's by")
     if finished.largest_change <= run.logprob_tolerance:

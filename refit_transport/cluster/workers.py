@@ -129,6 +129,10 @@ class WorkerGroup:
         """Calls a method on one rank, without waiting."""
         return Pending(self, method, {rank: self._actors[rank].call.remote(method, **kwargs)})
 
+    def start_on(self, ranks: Sequence[int], method: str, *args: Any) -> Pending:
+        """Calls a method on some ranks with equal arguments, without waiting."""
+        return Pending(self, method, {rank: self._actors[rank].call.remote(method, *args) for rank in ranks})
+
     def call(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
         """Calls a method on every rank and waits; the results by rank."""
         [found] = collect([self.start(method, *args, **kwargs)], timeout_s=timeout_s or self.timeout_s)

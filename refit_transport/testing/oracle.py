@@ -11,7 +11,7 @@ import torch
 from refit_transport.fabrics.binding import Binding
 from refit_transport.layout.box import Box
 from refit_transport.layout.manifest import Manifest, RankManifest
-from refit_transport.views import box_view, torch_dtype
+from refit_transport.views import box_view, make_buffers, torch_dtype
 
 # No element of a coordinate tensor has this value.
 _UNTOUCHED = 255
@@ -73,14 +73,9 @@ def box_of(tensor: torch.Tensor, offset: tuple[int, ...], shape: tuple[int, ...]
 
 
 def _bind(ranked: RankManifest, tensors: Mapping[str, torch.Tensor] | None) -> Binding:
-    dtypes = {spec.name: torch_dtype(spec.dtype) for spec in ranked.tensors}
-    sizes: dict[str, int] = {}
-    kinds: dict[str, torch.dtype] = {}
-    for piece in ranked.pieces:
-        last = piece.offset + sum((n - 1) * stride for n, stride in zip(piece.box.shape, piece.strides, strict=True))
-        sizes[piece.buffer] = max(sizes.get(piece.buffer, 0), last + 1)
-        kinds[piece.buffer] = dtypes[piece.tensor]
-    buffers = {name: torch.full((size + _GUARD,), _UNTOUCHED, dtype=kinds[name]) for name, size in sizes.items()}
+    buffers = make_buffers(ranked, spare=_GUARD)
+    for buffer in buffers.values():
+        buffer.fill_(_UNTOUCHED)
     binding = Binding.of(ranked, buffers)
     if tensors is not None:
         for index, piece in enumerate(ranked.pieces):

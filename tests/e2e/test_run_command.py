@@ -74,7 +74,9 @@ def free_window(count: int) -> int:
 class Run:
     """One run of the command in a folder of its own."""
 
-    def __init__(self, folder: Path, config: dict, *arguments: str) -> None:
+    def __init__(
+        self, folder: Path, config: dict, *arguments: str, command: tuple[str, ...] = ("run", "job.yaml")
+    ) -> None:
         self.mark = uuid.uuid4().hex
         self._shared_memory = shared_memory()
         (folder / "job.yaml").write_text(yaml.safe_dump(config))
@@ -83,7 +85,7 @@ class Run:
         environment = {**os.environ, MARK: self.mark, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         environment["TMPDIR"] = self._temporary.name
         self._process = subprocess.Popen(
-            (*COMMAND, "run", "job.yaml", *arguments),
+            (*COMMAND, *command, *arguments),
             cwd=folder,
             env=environment,
             stdout=subprocess.PIPE,
