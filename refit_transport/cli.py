@@ -202,6 +202,7 @@ def run(config: ConfigFile, *, overrides: Overrides = None, as_json: AsJson = Fa
 def bench(
     *,
     lab: Annotated[bool, typer.Option("--lab", help="Refits in rate-limited network namespaces; needs root.")] = False,
+    gpu: Annotated[bool, typer.Option("--gpu", help="Packing on this machine's GPU, and an NCCL group.")] = False,
     planning: Annotated[bool, typer.Option("--plan", help="Seconds and memory of planning full-size models.")] = False,
     ranks: Annotated[
         Path | None,
@@ -224,12 +225,12 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     """Measure refits against their lower bound, and planning; fails where a figure misses its limit."""
-    if not (lab or planning or ranks):
-        remedy = "give --lab, --plan or --ranks CONFIG, or several"
+    if not (lab or planning or gpu or ranks):
+        remedy = "give --lab, --plan, --gpu or --ranks CONFIG, or several"
         raise ConfigError("bench", (Violation("what", "nothing", "there is no default", remedy),))
     from rich.console import Console
 
-    from refit_transport.cli_bench import bench_lab, bench_planning, bench_ranks, step_time
+    from refit_transport.cli_bench import bench_gpu, bench_lab, bench_planning, bench_ranks, step_time
 
     console = None if as_json else Console(markup=False, highlight=False)
     found: dict[str, dict[str, Any]] = {}
@@ -237,6 +238,8 @@ def bench(
     with progress() as announce:
         if planning:
             found["planning"] = bench_planning(output=output, console=console, announce=announce)
+        if gpu:
+            found["gpu"] = bench_gpu(output=output, console=console, announce=announce)
         if lab:
             found["lab"] = bench_lab(
                 cases or (), repetitions=repetitions, output=output, console=console, announce=announce

@@ -13,6 +13,7 @@ from rich.console import Console, RenderableType
 from refit_transport.bench.advice import StepTime
 from refit_transport.bench.cases import chosen_cases
 from refit_transport.bench.cluster_rank import ClusterRank
+from refit_transport.bench.gpu import check_gpu, measure_gpu, render_gpu
 from refit_transport.bench.isolation import Announce
 from refit_transport.bench.measure import LabRequest, run_lab
 from refit_transport.bench.planning import measure_planning, planning_to_json, render_planning
@@ -141,6 +142,25 @@ def bench_planning(*, output: Path | None, console: Console | None, announce: An
     found, shown = planning_to_json(parts), render_planning(parts)
     if output is not None:
         _write(output, "planning", found, shown)
+    if console is not None:
+        console.print(shown)
+    return found
+
+
+def bench_gpu(*, output: Path | None, console: Console | None, announce: Announce) -> dict[str, Any]:
+    """Measures what one GPU can show; writes gpu.json and gpu.txt into `output`, shows a table; returns the JSON value.
+
+    Raises:
+        ConfigError: no GPU, or the folder can't be written.
+        TransferError: no process group can be made.
+    """
+    check_gpu()
+    if output is not None:
+        _make(output)
+    result = measure_gpu(announce=announce)
+    found, shown = result.to_json(), render_gpu(result)
+    if output is not None:
+        _write(output, "gpu", found, shown)
     if console is not None:
         console.print(shown)
     return found

@@ -33,6 +33,13 @@ _LEGEND = (
 )
 
 
+_COLUMNS = (
+    "1 chain, chains: gather and broadcast by one chain, by a chain per NIC; flat: point-to-point from the first "
+    "holder; ffn, all: the coverages. ratio: published over ours, by the method that is nearest. NCCL's broadcast uses "
+    "several NICs of a node: NeMo RL's published baselines lie between 1 chain and chains"
+)
+
+
 def ask_of(
     model: str | None,
     source: str | None,
@@ -83,28 +90,28 @@ def render_study(study: Study) -> Group:
 
 def render_comparisons(found: list[Comparison]) -> Group:
     """The published rows beside our figures, and the likely reason of each deviation."""
-    table = Table(title="Published refits and the time model, in seconds", title_justify="left")
-    table.add_column("row", overflow="fold")
-    for column in ("published", *_SHORT.values(), "bound", "published / ours"):
+    title = "Published refits and the time model, in seconds"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("row", no_wrap=True)
+    for column in ("published", *_SHORT.values(), "bound", "ratio"):
         table.add_column(column, justify="right", no_wrap=True)
-    for each in found:
+    for number, each in enumerate(found, 1):
         low, high = each.row.seconds
         table.add_row(
-            each.row.id,
+            str(number),
             f"{low:.3g}" if low == high else f"{low:.3g}-{high:.3g}",
             *(f"{each.study.of(method).seconds:.3g}" for method in _SHORT),
             f"{each.study.bound:.3g}",
             f"{each.deviation:.2f}x {_SHORT[each.row.nearest]}",
         )
-    return Group(table, *_reasons(found), *_marks(each.study for each in found))
+    return Group(table, _COLUMNS, *_reasons(found), *_marks(each.study for each in found))
 
 
 def _reasons(found: Iterable[Comparison]) -> Iterator[str]:
-    for each in found:
-        row = each.row
-        ask = row.ask
+    for number, each in enumerate(found, 1):
+        row, ask = each.row, each.row.ask
         layouts = f"{ask.source} on {ask.sources} -> {ask.target} on {ask.targets}, {ask.system}, {ask.dtype}"
-        yield f"{row.id}: {each.study.title}, {layouts}; {row.what}; {row.source}, {_STATUS[row.status]}"
+        yield f"{number}. {row.id}: {each.study.title}, {layouts}; {row.what}; {row.source}, {_STATUS[row.status]}"
         yield f"  likely reason: {row.why}"
         if row.note:
             yield f"  as read: {row.note}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 
 from refit_transport.layout.wire import digest
@@ -11,6 +12,7 @@ from refit_transport.report import PlanSummary
 from refit_transport.scheduling.schedule import Traffic
 from refit_transport.transports.base import Footprint, Job, Transport
 from refit_transport.transports.gather_broadcast import broadcast_traffic
+from refit_transport.transports.nccl_reshard import NcclReshard
 from refit_transport.transports.registry import load, resolve
 from refit_transport.verification import Verifier
 
@@ -31,6 +33,12 @@ class RefitPlan:
         self.transports: dict[str, Transport] = {
             name: load(resolve(name))(job, tuple(tensors)) for name, tensors in sorted(groups.items())
         }
+        reshards = (transport for transport in self.transports.values() if isinstance(transport, NcclReshard))
+        notes = {tensor: note for transport in reshards for tensor, note in transport.notes().items()}
+        self.routes = tuple(
+            replace(route, reason=f"{route.reason}; {notes[route.tensor]}") if route.tensor in notes else route
+            for route in self.routes
+        )
 
     def digest(self) -> str:
         """Of routes, schedules and settings."""

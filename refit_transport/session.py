@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from typing import Self, get_args
+from typing import Literal, Self, get_args
+
+import torch
 
 from refit_transport.config.settings import RefitSettings
 from refit_transport.connect import connect_fabric
@@ -17,9 +19,11 @@ from refit_transport.fabrics.deadline import Deadline
 from refit_transport.fabrics.rendezvous import ControlChannel
 from refit_transport.layout.manifest import Manifest, RankManifest
 from refit_transport.layout.wire import canonical_json, manifest_from_json, manifest_to_json
+from refit_transport.memory import check_apart
 from refit_transport.places import Place, place_here, topology_of
 from refit_transport.refit_plan import RefitPlan
 from refit_transport.report import RankReport, RefitReport
+from refit_transport.scheduling.topology import Topology
 from refit_transport.sources.base import Source
 from refit_transport.targets.base import Target
 from refit_transport.transports.base import Endpoint, Job
@@ -61,6 +65,8 @@ class RefitSession:
         source: Source | None = None,
         target: Target | None = None,
         version: int = -1,
+        topology: Topology | None = None,
+        idle_ranks: Literal["refused", "allowed"] = "refused",
         node: str = "",
     ) -> Self:
         """Exchanges manifests, plans, compares digests and connects the fabric; returns a complete session or raises.
@@ -71,18 +77,31 @@ class RefitSession:
             source: this rank's source, on source ranks.
             target: this rank's target, on target ranks; a rank may have both, in memory of their own.
             version: the version that this rank has from earlier sessions; the next must be above every rank's.
+            topology: the machine graph, the same on every rank; made from the settings when None.
+            idle_ranks: whether a rank may have neither side. It then connects and votes like the others, and plans and
+                moves nothing (rank 0 plans, for the report). Where every rank has its part, one without is a mistake.
             node: this rank's node in the cluster, where somebody knows it; ranks of one node share a fast domain.
         """
         began = time.perf_counter()
         channel.claim()
-        with _telling_others(channel):
+        with telling_others(channel):
             channel.publish("version", version)
-            job, endpoint = _exchange(channel, settings, source, target, node)
+            if source is None and target is None and idle_ranks == "refused":
+                raise TransferError(channel.rank, -1, "prepare", "", "a rank needs a source or a target")
+            job, endpoint = _exchange(channel, settings, source, target, topology, node)
             deadline = Deadline(job.settings.timeout_s)
             plan = RefitPlan(job)
-            channel.agree("the plan/0", plan.digest(), deadline=deadline)
+            digest = plan.digest() if channel.rank == 0 or endpoint.role != "none" else None
+            channel.agree("the plan/0", digest, deadline=deadline)
             last = max(channel.collect("version", range(channel.world_size), deadline=deadline))
-            fabric = connect_fabric(channel, job.topology, job.settings, slot_bytes=plan.slot_bytes, deadline=deadline)
+            fabric = connect_fabric(
+                channel,
+                job.topology,
+                job.settings,
+                slot_bytes=plan.slot_bytes,
+                deadline=deadline,
+                buffers=endpoint.devices(),
+            )
             session = cls(channel, endpoint, plan, fabric, version=last)
         session._plan_seconds = time.perf_counter() - began
         return session
@@ -182,18 +201,15 @@ class RefitSession:
 
     def _check_forms(self) -> None:
         """Storage may move between refits; with another dtype, shape or stride it isn't what the manifest describes."""
-        storages: dict[str, dict[int, str]] = {"source": {}, "target": {}}
+        buffers: dict[str, Mapping[str, torch.Tensor]] = {}
         for role, side in (("source", self._endpoint.source), ("target", self._endpoint.target)):
-            for name, tensor in {} if side is None else side.buffers().items():
+            buffers[role] = {} if side is None else side.buffers()
+            for name, tensor in buffers[role].items():
                 form = f"{tensor.dtype} {list(tensor.shape)} strides {list(tensor.stride())}"
                 known = self._forms.setdefault((role, name), form)
                 if form != known:
                     raise LayoutError(name, self._channel.rank, f"{known}, as at the first refit", form)
-                storages[role][tensor.untyped_storage().data_ptr()] = name
-        shared = storages["source"].keys() & storages["target"].keys()
-        if shared:
-            name = storages["target"][shared.pop()]
-            raise LayoutError(name, self._channel.rank, "a target in memory of its own", "the source's storage")
+        check_apart(buffers["source"], buffers["target"], rank=self._channel.rank)
 
     def _rank_report(self) -> RankReport:
         spent, target = self._spent, self._endpoint.target
@@ -225,7 +241,7 @@ class RefitSession:
     def _guarded(self, phase: str) -> Iterator[None]:
         """Breaks the session on any error and tells the other ranks the cause."""
         try:
-            with _telling_others(self._channel):
+            with telling_others(self._channel):
                 yield
         except RefitTransportError:
             self._state = "broken"
@@ -238,7 +254,7 @@ class RefitSession:
 
 
 @contextmanager
-def _telling_others(channel: ControlChannel) -> Iterator[None]:
+def telling_others(channel: ControlChannel) -> Iterator[None]:
     """Publishes an error's cause; where another rank's came first, raises that one."""
     try:
         yield
@@ -256,12 +272,15 @@ def _telling_others(channel: ControlChannel) -> Iterator[None]:
 
 
 def _exchange(
-    channel: ControlChannel, settings: RefitSettings | None, source: Source | None, target: Target | None, node: str
+    channel: ControlChannel,
+    settings: RefitSettings | None,
+    source: Source | None,
+    target: Target | None,
+    topology: Topology | None,
+    node: str,
 ) -> tuple[Job, Endpoint]:
-    """Publishes this rank's manifests and reads all others'."""
+    """Publishes this rank's manifests and reads all others'; an idle rank reads none, so its job is an empty one."""
     rank, everyone = channel.rank, range(channel.world_size)
-    if source is None and target is None:
-        raise TransferError(rank, -1, "prepare", "", "a rank needs a source or a target")
     if settings is not None:
         channel.publish("settings", settings.to_json())
     deadline = Deadline(settings.timeout_s if settings is not None else channel.timeout_s)
@@ -273,19 +292,25 @@ def _exchange(
     if not sources or not targets:
         raise TransferError(rank, -1, "prepare", "", "a refit needs at least one source and one target rank")
     own_source = own_target = None
+    held, wanted = Manifest("source", (), ()), Manifest("target", (), ())
+    is_idle = source is None and target is None and rank != 0
     if source is not None:
         own_source = source.manifest(rank)
         channel.publish("manifest/source", manifest_to_json(own_source))
-    held = Manifest.of(_manifests(channel, "manifest/source", sources, deadline))
+    if not is_idle:
+        held = Manifest.of(_manifests(channel, "manifest/source", sources, deadline))
     if target is not None:
         own_target = target.manifest(rank, held.tensors)
         channel.publish("manifest/target", manifest_to_json(own_target))
-    wanted = Manifest.of(_manifests(channel, "manifest/target", targets, deadline))
+    if not is_idle:
+        wanted = Manifest.of(_manifests(channel, "manifest/target", targets, deadline))
     # Only now, because a target has its buffers after its manifest.
     devices = {tensor.device for side in (source, target) if side is not None for tensor in side.buffers().values()}
     channel.publish("place", asdict(place_here(devices, node=node)))
     places = [Place(**value) for value in channel.collect("place", everyone, deadline=deadline)]
-    job = Job(held, wanted, topology_of(dict(enumerate(places)), agreed), agreed)
+    found = topology_of(dict(enumerate(places)), agreed) if topology is None else topology
+    # Ranks without a side don't relay for others.
+    job = Job(held, wanted, found.renumbered({number: number for number in {*sources, *targets}}), agreed)
     return job, Endpoint(rank, source, own_source, target, own_target)
 
 

@@ -54,7 +54,6 @@ RULES: tuple[Rule, ...] = (
     Rule(rules_limits.vllm_generates, reads=(_GENERATES,)),
     Rule(rules_limits.megatron_trains, reads=(_TRAINS,)),
     Rule(rules_limits.engine_is_synchronous, reads=(f"{VLLM}.async_engine",)),
-    Rule(rules_limits.fabric_is_available, reads=(_TRANSPORT, *_of_both("fabric"))),
     Rule(rules_limits.commit_is_available, reads=_of_both("commit")),
     Rule(rules_limits.vllm_precision_is_plain, reads=(f"{VLLM}.precision",)),
     Rule(rules_limits.context_is_whole, reads=(_CONTEXT,)),

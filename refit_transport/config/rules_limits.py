@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from refit_transport.config.facts import Job
 from refit_transport.config.keys import shown, value_at
 from refit_transport.config.paths import COLOCATED, GENERATION, MEGATRON, REFIT_CFG, VLLM
-from refit_transport.config.settings import AVAILABLE_FABRICS
 from refit_transport.errors import Violation
 
 # NeMo RL's switches that add, remove or re-encode weights, and what they ask for.
@@ -62,14 +61,6 @@ def engine_is_synchronous(job: Job) -> Iterator[Violation]:
     if job.config.policy.generation.vllm_cfg.async_engine:
         reason = "must be false: generation workers with vLLM's asynchronous engine are not available yet"
         yield Violation(f"{VLLM}.async_engine", "true", reason, "set it to false")
-
-
-def fabric_is_available(job: Job) -> Iterator[Violation]:
-    """Only gloo moves bytes, so far."""
-    if (fabric := job.config.settings.fabric) not in AVAILABLE_FABRICS:
-        reason = "is not available yet: bytes go through gloo, from host memory"
-        path = f"{REFIT_CFG}.{job.config.settings_name}.fabric"
-        yield Violation(path, shown(fabric), reason, f"set it to {' or '.join(AVAILABLE_FABRICS)}")
 
 
 def context_is_whole(job: Job) -> Iterator[Violation]:

@@ -14,7 +14,6 @@ Verify = Literal["off", "sample", "full"]
 SharedMemory = Literal["auto", "off"]
 Nics = Literal["auto", "domain", "rank"]
 FabricName = Literal["auto", "gloo", "nccl", "nccl_m2n"]
-AVAILABLE_FABRICS: tuple[FabricName, ...] = ("auto", "gloo")
 
 MIB = 1 << 20
 
@@ -24,7 +23,8 @@ class RefitSettings:
     """Everything about a refit that isn't a layout; rank 0 hands it to the others.
 
     transport: the registry's name of what `refit_transport` selects.
-    fabric: what moves bytes; "auto" is gloo, and the NCCL fabrics are not available yet.
+    fabric: what moves bytes; "auto" is nccl where every rank's weights are on a GPU of its own and torch has NCCL, and
+        gloo elsewhere.
     coverage, routes: which tensors go shard-to-shard (only with `nccl_reshard`).
     domains: topology domains as lists of refit ranks; None: from where the ranks are, see `places.topology_of`.
     nics: whether the ranks of a domain share one NIC or have one each; senders are chosen to keep all equally busy.

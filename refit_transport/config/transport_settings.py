@@ -77,7 +77,8 @@ class Topology(Section):
 class TransportSettings(Section):
     """What both transports' settings have."""
 
-    # auto: gloo, which sends from host memory; the NCCL fabrics are not available yet.
+    # gloo sends from host memory, nccl between GPUs; nccl_m2n gives NCCL M2N the tensors that it can move whole.
+    # auto: nccl where every rank's weights are on a GPU of its own and torch has NCCL, gloo elsewhere.
     fabric: FabricName = "auto"
     topology: Topology = Topology()
     # Extra memory of one rank during a refit; a number of bytes or text such as "64MiB".

@@ -138,6 +138,9 @@ class _Execution:
                 step.unpack.make()
             if self._exchange is not None and step.shared is not None and not step.sends:
                 self._exchange.acknowledge(step.incoming.peer, step.incoming.hop, deadline=self._deadline)
+        if step.then is not None:
+            with self._spent.timing("load"):
+                step.then()
 
     def _receive(self, index: int, step: Step, incoming: Transmission) -> None:
         if step.shared is None:

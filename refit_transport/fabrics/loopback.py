@@ -33,6 +33,8 @@ def run_all(programs: Iterable[Program]) -> None:
             step.pack.make()
             sent |= {send.hop: step.memory for send in step.sends}
             step.unpack.make()
+            if step.then is not None:
+                step.then()
         if sent:
             raise TransferError(-1, -1, "transfer", "", f"nobody receives hop {min(sent)}")
 

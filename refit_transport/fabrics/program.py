@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,8 @@ from refit_transport.fabrics.binding import Binding, Part
 from refit_transport.fabrics.slots import Slots, SlotSizes
 from refit_transport.scheduling.schedule import Schedule
 from refit_transport.views import box_view, torch_dtype
+
+ReceiveInto = Literal["live memory", "slots"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,8 @@ class Transmission:
 class Step:
     """One payload as this rank takes part in it, in this order: it arrives or is packed, is sent on, is unpacked.
 
+    `then` is called when it is unpacked, before the next payload is.
+
     `memory` is the contiguous uint8 tensor that the payload occupies here: `slot_offset` says where in the slot memory,
     None that it is live memory itself, in which case there is nothing to pack or unpack. `shared` is the sender's slot,
     where this rank can read it; then `unpack` reads from there, unless the payload is sent on too.
@@ -57,15 +62,17 @@ class Step:
     pack: Moves
     unpack: Moves
     tensor: str
+    then: Callable[[], None] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Program:
     """One rank's steps in the schedule's order, and how many slots there are."""
 
     rank: int
     steps: tuple[Step, ...]
     slots: int
+    schedule: Schedule = field(repr=False)
 
 
 def lower(
@@ -76,14 +83,17 @@ def lower(
     target: Binding | None,
     memory: Slots,
     sizes: SlotSizes,
+    receive: ReceiveInto = "live memory",
 ) -> Program:
     """Binds the rank's payloads to its memory and slots; running the program then computes no geometry.
+
+    Payloads may arrive ahead of their turn: where live memory isn't free before it, `receive` must be "slots".
 
     Raises:
         LayoutError: the rank's pieces don't hold what the schedule has it send.
     """
-    lowering = _Lowering(schedule, rank, source, target, memory, sizes)
-    return Program(rank, tuple(lowering.steps()), sizes.count)
+    lowering = _Lowering(schedule, rank, source, target, memory, sizes, receive)
+    return Program(rank, tuple(lowering.steps()), sizes.count, schedule)
 
 
 class _Lowering:
@@ -97,10 +107,12 @@ class _Lowering:
         target: Binding | None,
         memory: Slots,
         sizes: SlotSizes,
+        receive: ReceiveInto,
     ) -> None:
         self._schedule, self._rank = schedule, rank
         self._source, self._target = source, target
         self._memory, self._sizes = memory, sizes
+        self._receives_in_slots = receive == "slots"
         hops = schedule.hops
         mine = np.flatnonzero((hops.sender == rank) | (hops.receiver == rank))
         self._hops = mine[hops.sender[mine] != hops.receiver[mine]].tolist()
@@ -109,15 +121,14 @@ class _Lowering:
         self._payloads_of: dict[int, npt.NDArray[np.int64]] = {}
 
     def steps(self) -> list[Step]:
-        """The rank's own steps, ascending; copies use no slot, and come first."""
+        """The rank's own steps, ascending; copies use no slot."""
         hops = self._schedule.hops
         steps = [self._copy(int(hops.payload[hop])) for hop in self._copies]
         by_payload: dict[int, list[int]] = {}
         for hop in self._hops:
             by_payload.setdefault(int(hops.payload[hop]), []).append(hop)
-        for number, (payload, members) in enumerate(by_payload.items()):
-            steps.append(self._step(number, payload, members))
-        return steps
+        steps += [self._step(number, *payload) for number, payload in enumerate(by_payload.items())]
+        return sorted(steps, key=lambda step: step.payload)
 
     def _copy(self, payload: int) -> Step:
         into: list[torch.Tensor] = []
@@ -148,7 +159,8 @@ class _Lowering:
         parts = [self._cover(row) if incoming is None else self._wanted(row) for row in rows]
         shared = self._shared(payload, incoming, size)
         exchanged = shared is not None or any(send.local and send.peer in self._memory.peers for send in sends)
-        place = None if exchanged else self._in_place(rows, parts, size)
+        in_slot = exchanged or (incoming is not None and self._receives_in_slots)
+        place = None if in_slot else self._in_place(rows, parts, size)
         memory = self._memory.own[offset : offset + size] if place is None else place
         moves = (
             Moves() if place is not None else self._moves(rows, parts, memory if shared is None or sends else shared)

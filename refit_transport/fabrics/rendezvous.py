@@ -1,13 +1,14 @@
-"""The control channel of a refit: a private TCPStore for small JSON messages, agreements and causes of failure."""
+"""The control channel of a refit: a store for small JSON messages, agreements and causes of failure."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Self, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.distributed import DistStoreError
 
 from refit_transport.errors import AgreementError, DeadlineError, RefitTransportError, TransferError
 from refit_transport.fabrics.deadline import Deadline, DeadlineCaller
@@ -15,21 +16,29 @@ from refit_transport.layout.wire import decode, encode
 
 T = TypeVar("T")
 
-_FAILURE = "failure"
+_FAILURE, _VERDICT = "failure", "verdict"
 # An answer takes a millisecond, or much longer where all cores are busy; a short timeout isn't meant for it.
 _LEAST_PATIENCE_S = 1.0
 # Whoever waits for a value looks this often whether another rank has failed.
-_LOOK_EVERY = timedelta(seconds=0.2)
+_LOOK_EVERY_S = 0.1
+# An agreement is part of every refit, so its answer is looked for often.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2e-4, 4e-3
 
 
 class ControlChannel:
-    """One rank's access to the refit's store. Rank 0 hosts it; the others join at its address."""
+    """One rank's access to the refit's store: of its own, which rank 0 hosts, or a name space of another one.
 
-    def __init__(self, store: TCPStore, *, host: str, rank: int, world_size: int, timeout_s: float) -> None:
+    `host` is where the ranks' addresses are looked up from; `port` is 0 when the store isn't the refit's own.
+    """
+
+    def __init__(
+        self, store: Store, *, host: str, rank: int, world_size: int, timeout_s: float, where: str = ""
+    ) -> None:
         self._store = store
         self._calls = DeadlineCaller()
         self.timeout_s = timeout_s
-        self.host, self.port = host, int(store.port)
+        self.host, self.port = host, int(store.port) if isinstance(store, TCPStore) else 0
+        self._where = where or f"at {host}:{self.port}, on rank 0,"
         self.rank, self.world_size = rank, world_size
         self._claimed = False
 
@@ -93,8 +102,10 @@ class ControlChannel:
         """
         return self._wait(topic, list(ranks), deadline)
 
-    def agree(self, what: str, value: str, *, deadline: Deadline) -> None:
-        """Returns when every rank has called this with an equal value; rank 0 compares and tells the others.
+    def agree(self, what: str, value: str | None, *, deadline: Deadline) -> None:
+        """Returns when every rank has called this with an equal value, or with None: it goes along with the others.
+
+        Rank 0 compares and tells the others.
 
         Raises:
             AgreementError: naming the values and the ranks that hold them.
@@ -103,18 +114,25 @@ class ControlChannel:
         self.publish(topic, value)
         if self.rank == 0:
             values = self.collect(topic, range(self.world_size), deadline=deadline)
-            self._set(f"{topic}/verdict", _groups(values))
-        [groups] = self._wait(topic, ["verdict"], deadline)
+            self._set(f"{topic}/{_VERDICT}", _groups(values))
+        [groups] = self._wait(topic, [_VERDICT], deadline)
         if len(groups) > 1:
             raise AgreementError(what.rsplit("/", 1)[0], tuple((held, tuple(ranks)) for held, ranks in groups))
 
     def forget(self, topics: Iterable[str]) -> None:
         """Removes this rank's values of topics, agreements included, that nobody will ask for any more."""
-        mine = [str(self.rank), "verdict"] if self.rank == 0 else [str(self.rank)]
+        mine = [str(self.rank), _VERDICT] if self.rank == 0 else [str(self.rank)]
         for topic in topics:
             for key in mine:
                 self._ask("forget", self._store.delete_key, f"{topic}/{key}")
                 self._ask("forget", self._store.delete_key, f"agree/{topic}/{key}")
+
+    def erase(self) -> None:
+        """Removes all that any rank left in the store, where the store can tell; nobody may use the channel again."""
+        # What stays costs memory and nothing else.
+        with suppress(TransferError):
+            for key in self._ask("erase", getattr(self._store, "list_keys", list)):
+                self._ask("erase", self._store.delete_key, key)
 
     def report_failure(self, error: Exception) -> None:
         """Tells the other ranks why this one gives up; only the first cause is kept."""
@@ -133,26 +151,29 @@ class ControlChannel:
         return TransferError(self.rank, cause["rank"], "peer failure", "", cause["reason"])
 
     def _wait(self, topic: str, names: Sequence[int | str], deadline: Deadline) -> list[Any]:
-        """The values of all these keys of a topic. The store answers when the last one is set, or after a while."""
+        """The values of all these keys of a topic.
+
+        It asks again and again: where torch's store is asked to wait, every wait that ends in vain prints a warning.
+        """
         keys = [f"{topic}/{name}" for name in names]
-        while not self._ask(topic, self._are_set, keys, deadline=deadline):
-            failure = self.failure()
-            if failure is not None:
-                raise failure
-            if deadline.passed:
-                missing = next(n for n, key in zip(names, keys, strict=True) if not self._ask(topic, self._is_set, key))
-                raise DeadlineError(f"rank {self.rank}", f"rank {missing}", topic, deadline.seconds)
+        # Of a verdict rank 0 gives up first: it knows for whom everybody waits.
+        patience = Deadline(deadline.remaining() + (_LEAST_PATIENCE_S if _VERDICT in names else 0.0))
+        pause, look = _FIRST_PAUSE_S, Deadline(_LOOK_EVERY_S)
+        while not self._ask(topic, self._store.check, keys, deadline=deadline):
+            if look.passed:
+                look = Deadline(_LOOK_EVERY_S)
+                failure = self.failure()
+                if failure is not None:
+                    raise failure
+            if patience.passed:
+                missing = next(
+                    n for n, k in zip(names, keys, strict=True) if not self._ask(topic, self._store.check, [k])
+                )
+                late = "rank 0" if missing == _VERDICT else f"rank {missing}"
+                raise DeadlineError(f"rank {self.rank}", late, topic, deadline.seconds)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
         return [decode(value) for value in self._ask(topic, self._store.multi_get, keys)] if keys else []
-
-    def _are_set(self, keys: Sequence[str]) -> bool:
-        try:
-            self._store.wait(list(keys), _LOOK_EVERY)
-        except DistStoreError:
-            return False
-        return True
-
-    def _is_set(self, key: str) -> bool:
-        return self._store.check([key])
 
     def _set(self, key: str, value: Any) -> None:
         self._ask(key, self._store.set, key, encode(value))
@@ -163,15 +184,16 @@ class ControlChannel:
         try:
             return self._calls.call(call, *arguments, timeout_s=max(_LEAST_PATIENCE_S, seconds))
         except TimeoutError as error:
-            reason = f"rank 0 holds the control channel at {self.host}:{self.port} and doesn't answer: {error}"
+            reason = f"the control channel {self._where} doesn't answer: {error}"
             raise TransferError(self.rank, 0, phase, "", reason) from error
         except RuntimeError as error:
-            reason = f"the control channel at {self.host}:{self.port} is gone: {str(error).splitlines()[0]}"
+            reason = f"the control channel {self._where} is gone: {str(error).splitlines()[0]}"
             raise TransferError(self.rank, 0, phase, "", reason) from error
 
 
-def _groups(values: Sequence[str]) -> list[tuple[str, list[int]]]:
+def _groups(values: Sequence[str | None]) -> list[tuple[str, list[int]]]:
     groups: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
-        groups.setdefault(value, []).append(rank)
+        if value is not None:
+            groups.setdefault(value, []).append(rank)
     return list(groups.items())

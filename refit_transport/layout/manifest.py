@@ -11,7 +11,7 @@ from refit_transport.errors import LayoutError
 from refit_transport.layout.box import Box
 
 Role = Literal["source", "target"]
-RankRole = Literal["source", "target", "both"]
+RankRole = Literal["source", "target", "both", "none"]
 
 DTYPE_BYTES: Mapping[str, int] = {
     "float64": 8,

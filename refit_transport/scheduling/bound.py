@@ -1,13 +1,13 @@
 """The lower bound: how long any schedule of a plan takes at least in the fluid model, where bytes flow without delay.
 
 Derivation, for a transfer that lasts T seconds. (1) Each domain must take in, over its NICs, every byte that some rank
-of it wants and none of it holds: T >= those bytes / the sum of its NICs' rates. (2) Each of these bytes leaves a rank
-that holds it at least once, over that rank's own NIC (sources don't relay for each other), and it leaves some NIC once
-for every domain that it enters; what doesn't leave a holder is forwarded by a domain that wants it too. The least T for
-which the bytes can be divided so that no NIC and no domain sends more than T times its rate is the value of a linear
-program. Without forwarding all copies leave holders. (3) What a rank wants and doesn't hold reaches it over its NIC or
-its local link: T >= those bytes / (the NIC's rate + the local rate). The bound is the largest of the three. It ignores
-latency, pipelines that fill and empty, and which ranks of a domain share the work inside; rates are of payload.
+of it wants and none of it holds: T >= those bytes / the sum of its NICs' rates. (2) Each of these bytes leaves a domain
+that holds it at least once, and some domain once for every domain that it enters; what doesn't leave a holding domain
+is forwarded by one that wants it too. The least T for which the bytes can be divided so that no domain sends more than
+T times the rate of its NICs is the value of a linear program. Without forwarding all copies leave holding domains. (3)
+What a rank wants and doesn't hold reaches it over its NIC or its local link: T >= those bytes / (the NIC's rate + the
+local rate). The bound is the largest of the three. It ignores latency, pipelines that fill and empty, and which ranks
+of a domain share the work inside: they may relay for each other. Rates are of payload.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Bytes whose holders reach the network through the same NICs and that enter the same domains."""
+    """Bytes that the same domains hold and the same domains must take in."""
 
     nbytes: int
-    nics: tuple[int, ...]
-    domains: tuple[int, ...]
+    holding: tuple[int, ...]
+    entering: tuple[int, ...]
 
 
 def bound(plan: TransferPlan, topology: Topology, *, forwarding: Forwarding = "allowed") -> Bound:
@@ -73,15 +73,15 @@ def bound(plan: TransferPlan, topology: Topology, *, forwarding: Forwarding = "a
         for entry in demand.entries:
             entering[entry.domain] += demand.nbytes
     receiving = max((nbytes / rates[domain] for domain, nbytes in entering.items()), default=0.0)
-    return Bound(receiving, _sending(_groups(network, topology), topology, forwarding), _inside(demands, topology))
+    return Bound(receiving, _sending(_groups(network, topology), rates, forwarding), _inside(demands, topology))
 
 
 def _groups(demands: Sequence[Demand], topology: Topology) -> list[_Group]:
     total: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = defaultdict(int)
     for demand in demands:
-        nics = tuple(sorted({topology.nic(rank) for rank in demand.holders}))
-        total[nics, tuple(entry.domain for entry in demand.entries)] += demand.nbytes
-    return [_Group(nbytes, nics, domains) for (nics, domains), nbytes in total.items() if nbytes]
+        holding = tuple(sorted({topology.domain(rank) for rank in demand.holders}))
+        total[holding, tuple(entry.domain for entry in demand.entries)] += demand.nbytes
+    return [_Group(nbytes, holding, entering) for (holding, entering), nbytes in total.items() if nbytes]
 
 
 def _inside(demands: Sequence[Demand], topology: Topology) -> float:
@@ -96,10 +96,10 @@ def _inside(demands: Sequence[Demand], topology: Topology) -> float:
     )
 
 
-def _sending(groups: Sequence[_Group], topology: Topology, forwarding: Forwarding) -> float:
+def _sending(groups: Sequence[_Group], rates: Sequence[float], forwarding: Forwarding) -> float:
     """The least time in which all copies can leave, by linear programming; column 0 is the time.
 
-    Bytes are counted in units of the largest group, rates in units of the fastest NIC, which keeps the numbers tame.
+    Bytes are counted in units of the largest group, rates in units of the fastest domain, which keeps the numbers tame.
     """
     if not groups:
         return 0.0
@@ -107,28 +107,21 @@ def _sending(groups: Sequence[_Group], topology: Topology, forwarding: Forwardin
     from scipy.optimize import linprog
     from scipy.sparse import coo_array
 
-    unit, fastest = float(max(group.nbytes for group in groups)), max(nic.rate for nic in topology.nics)
-    nic_row = {nic: row for row, nic in enumerate(sorted({nic for group in groups for nic in group.nics}))}
-    domains = sorted({d for g in groups for d in g.domains} | {_domain(topology, nic) for nic in nic_row})
-    domain_row = {domain: len(nic_row) + row for row, domain in enumerate(domains)}
-    once_row = len(nic_row) + len(domain_row)
-    upper: list[tuple[int, int, float]] = [(row, 0, -topology.nics[nic].rate / fastest) for nic, row in nic_row.items()]
-    for domain, row in domain_row.items():
-        upper.append((row, 0, -sum(topology.nics[nic].rate for nic in topology.nics_of_domains[domain]) / fastest))
+    unit, fastest = float(max(group.nbytes for group in groups)), max(rates)
+    # Rows of the inequalities: what each domain sends, then what must leave the holders of each group.
+    upper: list[tuple[int, int, float]] = [(domain, 0, -rate / fastest) for domain, rate in enumerate(rates)]
     equal: list[tuple[int, int, float]] = []
     column = 1
     for number, group in enumerate(groups):
-        for nic in group.nics:
-            upper += [(nic_row[nic], column, 1.0), (domain_row[_domain(topology, nic)], column, 1.0)]
-            upper.append((once_row + number, column, -1.0))
+        forwards = forwarding == "allowed" and len(group.entering) > 1
+        for domain in (*group.holding, *(group.entering if forwards else ())):
+            upper.append((domain, column, 1.0))
             equal.append((number, column, 1.0))
+            if domain in group.holding:
+                upper.append((len(rates) + number, column, -1.0))
             column += 1
-        for domain in group.domains if forwarding == "allowed" and len(group.domains) > 1 else ():
-            upper.append((domain_row[domain], column, 1.0))
-            equal.append((number, column, 1.0))
-            column += 1
-    at_least = [0.0] * once_row + [-group.nbytes / unit for group in groups]
-    copies = [len(group.domains) * group.nbytes / unit for group in groups]
+    at_least = [0.0] * len(rates) + [-group.nbytes / unit for group in groups]
+    copies = [len(group.entering) * group.nbytes / unit for group in groups]
     cost = np.zeros(column)
     cost[0] = 1.0
     solved = linprog(
@@ -142,10 +135,6 @@ def _sending(groups: Sequence[_Group], topology: Topology, forwarding: Forwardin
     if not solved.success:
         raise PlanError("", "", -1, f"the bound's linear program has no solution: {solved.message}")
     return float(solved.x[0]) * unit / fastest
-
-
-def _domain(topology: Topology, nic: int) -> int:
-    return topology.domain(topology.nics[nic].ranks[0])
 
 
 def _matrix(entries: Sequence[tuple[int, int, float]], shape: tuple[int, int], kind: type) -> object:

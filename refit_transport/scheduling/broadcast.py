@@ -20,12 +20,14 @@ ChainKind = Literal["nic", "single"]
 class Chain:
     """One chain: the source rank where it begins, and in each target domain the rank that receives it and passes it on.
 
-    That rank hands everything to the other targets of its domain too.
+    From that rank everything spreads to the other targets of its domain along a tree in which each rank hands it to
+    `fan_out` others, as many as a local link serves while the NIC brings the next bytes.
     """
 
     root: int
     doors: tuple[int, ...]
     others: Mapping[int, tuple[int, ...]]
+    fan_out: int
 
     @classmethod
     def all_of(cls, sources: Sequence[int], targets: Sequence[int], topology: Topology, kind: ChainKind) -> list[Self]:
@@ -44,10 +46,11 @@ class Chain:
         for number in range(count):
             doors = tuple(front[number % len(front)] for _, front in sorted(fronts.items()))
             others = {
-                door: tuple(rank for rank in ranks if rank != door)
-                for door, (_, ranks) in zip(doors, sorted(domains.items()), strict=True)
+                door: _others(ranks, door) for door, (_, ranks) in zip(doors, sorted(domains.items()), strict=True)
             }
-            chains.append(cls(roots[number % len(roots)], doors, others))
+            rates = [topology.nics[topology.nic(door)].rate for door in doors]
+            fan_out = max(2, int(topology.local_rate // max(rates)))
+            chains.append(cls(roots[number % len(roots)], doors, others, fan_out))
         return chains
 
     def routes(self, holder: int) -> tuple[Route, ...]:
@@ -70,8 +73,9 @@ class Chain:
             pass_on(front, door)
             front = door
         for door in self.doors:
-            for rank in self.others[door]:
-                pass_on(door, rank)
+            inside = (door, *self.others[door])
+            for place, rank in enumerate(self.others[door]):
+                pass_on(inside[place // self.fan_out], rank)
         copy = (Route((Hop(holder, holder),)),) if wants_own else ()
         return (Route(tuple(hops)), *copy) if hops else copy
 
@@ -104,6 +108,12 @@ def build_broadcast(plan: TransferPlan, topology: Topology, *, chains: ChainKind
         for demand in demands
     ]
     return schedule_flows(plan, flows, topology, bucket_bytes=bucket_bytes)
+
+
+def _others(ranks: Sequence[int], door: int) -> tuple[int, ...]:
+    """The other ranks in turn from the door on, so that in each chain others stand high in the tree."""
+    place = ranks.index(door)
+    return (*ranks[place + 1 :], *ranks[:place])
 
 
 def _one_per_nic(ranks: Sequence[int], topology: Topology) -> list[int]:

@@ -31,10 +31,14 @@ class Loads:
         """Seconds that the rank's NIC already has to receive."""
         return self.nic_in[self._topology.nic(rank)]
 
-    def cross(self, sender: int, receiver: int, nbytes: float) -> None:
-        """Books bytes between the two ranks; inside a domain only the sender's local link."""
+    def send(self, sender: int, receiver: int, nbytes: float) -> None:
+        """Books what the sender has to do for the receiver."""
         if self._topology.is_local(sender, receiver):
             self.local_out[sender] += nbytes
-            return
-        self.nic_out[self._topology.nic(sender)] += self.seconds(sender, nbytes)
+        else:
+            self.nic_out[self._topology.nic(sender)] += self.seconds(sender, nbytes)
+
+    def enter(self, receiver: int, nbytes: float) -> None:
+        """Books bytes that enter a domain through this rank."""
         self.nic_in[self._topology.nic(receiver)] += self.seconds(receiver, nbytes)
+        self.entered[receiver] += nbytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -133,6 +133,59 @@ class Schedule:
             PlanError: naming tensor, box and rank.
         """
         prove(self, plan)
+
+
+def join(schedules: Sequence[Schedule]) -> Schedule:
+    """One schedule of several, one after the other; its atoms are numbered per part, so only the parts can be checked.
+
+    Raises:
+        ValueError: there are none.
+    """
+    if not schedules:
+        raise ValueError("at least one schedule is needed to join")
+    dims = max(schedule.parcels.lo.shape[1] for schedule in schedules)
+    tensors = _starts([len(schedule.parcels.tensors) for schedule in schedules])
+    parcels = _starts([len(schedule.parcels) for schedule in schedules])
+    payloads = _starts([len(schedule.payloads) for schedule in schedules])
+    hops = _starts([len(schedule.hops) for schedule in schedules])
+    return Schedule(
+        Parcels(
+            tuple(tensor for schedule in schedules for tensor in schedule.parcels.tensors),
+            np.concatenate([s.parcels.tensor + first for s, first in zip(schedules, tensors, strict=False)]),
+            np.concatenate([_widened(s.parcels.lo, dims, 0) for s in schedules]),
+            np.concatenate([_widened(s.parcels.hi, dims, 1) for s in schedules]),
+            np.concatenate([s.parcels.atom for s in schedules]),
+            np.concatenate([s.parcels.offset for s in schedules]),
+        ),
+        Payloads(
+            np.concatenate([s.payloads.size for s in schedules]),
+            np.concatenate([s.payloads.nbytes for s in schedules]),
+            _joined_starts([s.payloads.first_parcel for s in schedules], parcels),
+            _joined_starts([s.payloads.first_hop for s in schedules], hops),
+        ),
+        Hops(
+            np.concatenate([s.hops.payload + first for s, first in zip(schedules, payloads, strict=False)]),
+            np.concatenate([s.hops.sender for s in schedules]),
+            np.concatenate([s.hops.receiver for s in schedules]),
+            np.concatenate(
+                [np.where(s.hops.parent < 0, -1, s.hops.parent + f) for s, f in zip(schedules, hops, strict=False)]
+            ),
+            np.concatenate([s.hops.local for s in schedules]),
+        ),
+    )
+
+
+def _starts(counts: Sequence[int]) -> list[int]:
+    return [sum(counts[:number]) for number in range(len(counts) + 1)]
+
+
+def _joined_starts(parts: Sequence[Ints], starts: Sequence[int]) -> Ints:
+    moved = [part[:-1] + first for part, first in zip(parts, starts, strict=False)]
+    return np.concatenate([*moved, np.array(starts[-1:], dtype=np.int64)])
+
+
+def _widened(corners: Ints, dims: int, padding: int) -> Ints:
+    return np.pad(corners, ((0, 0), (0, dims - corners.shape[1])), constant_values=padding)
 
 
 def sums(keys: Ints, values: Ints, chosen: Flags) -> dict[int, int]:

@@ -83,7 +83,7 @@ class _Chooser:
             first = min(range(len(doors)), key=lambda number: (self._forwards.get(doors[number], 0.0), number))
             self._forwards[doors[first]] = self._forwards.get(doors[first], 0.0) + nbytes
             sender = self._holder(demand.holders, nbytes)
-            self._loads.cross(sender, doors[first], nbytes)
+            self._loads.send(sender, doors[first], nbytes)
             steps.append(_Step(index, nbytes, sender, doors, first))
         return steps
 
@@ -94,7 +94,7 @@ class _Chooser:
         for number, door in enumerate(step.doors):
             if number != step.first:
                 senders[number] = self._further_sender(step, demand)
-                self._loads.cross(senders[number], door, step.nbytes)
+                self._loads.send(senders[number], door, step.nbytes)
         roots = dict.fromkeys((step.sender, *(sender for sender in senders.values() if sender != entered)))
         return tuple(_route(root, step, demand.entries, senders) for root in roots)
 
@@ -126,7 +126,7 @@ class _Chooser:
                 self._topology.domains[entry.domain],
                 key=lambda rank: (self._loads.inn(rank), rank not in entry.wanters, self._loads.entered[rank], rank),
             )
-        self._loads.entered[door] += nbytes
+        self._loads.enter(door, nbytes)
         return door
 
     def _entry_order(self, rank: int) -> tuple[float, float, int]:

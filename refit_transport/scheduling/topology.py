@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, Self
@@ -94,6 +94,25 @@ class Topology:
             (group, rate) for ranks, rate in rated for group in ([ranks] if nics == "domain" else [(r,) for r in ranks])
         ]
         return cls(tuple(ranks for ranks, _ in rated), tuple(Nic(*group) for group in groups), local_rate)
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        """All ranks of all domains."""
+        return frozenset(self._domain_of)
+
+    def renumbered(self, numbers: Mapping[int, int]) -> Self:
+        """The part of it that the ranks in `numbers` see, each under its new number.
+
+        >>> Topology.of(((0, 1), (2, 3), (4, 5)), nics="rank").renumbered({2: 0, 3: 1, 5: 2}).domains
+        ((0, 1), (2,))
+        """
+        kept = ((nic, tuple(numbers[rank] for rank in nic.ranks if rank in numbers)) for nic in self.nics)
+        domains = (tuple(sorted(numbers[r] for r in domain if r in numbers)) for domain in self.domains)
+        return type(self)(
+            tuple(sorted(domain for domain in domains if domain)),
+            tuple(Nic(ranks, nic.rate) for nic, ranks in kept if ranks),
+            self.local_rate,
+        )
 
     @cached_property
     def _domain_of(self) -> dict[int, int]:

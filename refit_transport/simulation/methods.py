@@ -30,8 +30,9 @@ METHODS: Mapping[Method, str] = {
     "full": "coverage all",
 }
 
-CHUNK_BYTES = 16 << 20
 STAGING_BYTES = 128 << 20
+# What crosses a NIC comes in 256 payloads or more where that leaves 1 MiB each: few large ones can't be divided evenly.
+_LARGEST_CHUNK, _SMALLEST_CHUNK, _CHUNKS = 16 << 20, 1 << 20, 256
 # A chain of hundreds of ranks repeats each chunk on each: coarser chunks keep the schedule small, and cost a chain its
 # length over this number of its time.
 _BROADCAST_CHUNKS = 2000
@@ -94,7 +95,7 @@ def predict(method: Method, case: Case, *, least: float) -> Prediction:
 
 def _reshard(case: Case, names: Iterable[str], *, disabled: Collection[PassName] = ()) -> Schedule:
     plan = plan_transfer(case.source, case.target, tensors=names)
-    return build_schedule(plan, case.topology, bucket_bytes=CHUNK_BYTES, disabled=disabled)
+    return build_schedule(plan, case.topology, bucket_bytes=_chunk(case), disabled=disabled)
 
 
 def _broadcast(case: Case, names: Iterable[str], chains: ChainKind) -> Schedule:
@@ -106,8 +107,13 @@ def _broadcast(case: Case, names: Iterable[str], chains: ChainKind) -> Schedule:
     target = Manifest.of(whole.replica(ranked.rank) for ranked in case.target.ranks)
     total = sum(spec.box.numel * DTYPE_BYTES[spec.dtype] for spec in specs)
     plan = plan_transfer(case.source, target)
-    chunk = max(CHUNK_BYTES, total // _BROADCAST_CHUNKS)
+    chunk = max(_chunk(case), total // _BROADCAST_CHUNKS)
     return build_broadcast(plan, case.topology, chains=chains, bucket_bytes=chunk)
+
+
+def _chunk(case: Case) -> int:
+    """The payload size, in bytes."""
+    return min(max(case.bytes // (len(case.target.ranks) * _CHUNKS), _SMALLEST_CHUNK), _LARGEST_CHUNK)
 
 
 def _largest_whole(case: Case, names: Iterable[str]) -> int:

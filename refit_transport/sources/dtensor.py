@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Partial as TorchPartial
 from torch.distributed.tensor import Replicate as TorchReplicate
@@ -23,6 +24,7 @@ from refit_transport.layout.layout import Layout
 from refit_transport.layout.manifest import Piece, RankManifest, Role, TensorSpec
 from refit_transport.layout.mesh import Mesh
 from refit_transport.layout.placement import Placement, Replicate, Shard, StridedShard
+from refit_transport.memory import overlaps_itself
 from refit_transport.views import box_view, piece_view
 
 StateDict = Mapping[str, torch.Tensor]
@@ -120,7 +122,7 @@ class StateDictTarget:
         for held in entries:
             if held.spec.name not in known and _memory(held.local) not in tied:
                 raise LayoutError(held.name, rank, "a tensor that the source has, or one that is kept", "neither")
-            if _overlaps_itself(held.local):
+            if overlaps_itself(held.local):
                 shape, strides = list(held.local.shape), list(held.local.stride())
                 raise LayoutError(held.name, rank, "memory of its own for each element", f"{shape} strided {strides}")
         self._pieces.clear()
@@ -171,7 +173,7 @@ def _held(state: StateDict) -> Iterator[_Held]:
     """The entries that this process holds a part of, even an empty one."""
     experts = _expert_counts(state)
     for name, tensor in state.items():
-        local, pieces = _local(name, tensor.detach())
+        local, pieces = local_part(name, tensor.detach())
         if local is None:
             continue
         found, shape = canonical_name(name), tuple(tensor.shape)
@@ -181,20 +183,37 @@ def _held(state: StateDict) -> Iterator[_Held]:
         yield _Held(name, TensorSpec(found.tensor, shape, str(local.dtype).removeprefix("torch.")), local, pieces)
 
 
-def _local(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor | None, tuple[Piece, ...]]:
-    """The local tensor, None outside of the DTensor's mesh, and its pieces."""
+def local_part(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor | None, tuple[Piece, ...]]:
+    """The local tensor, None outside of the DTensor's mesh, and its pieces.
+
+    Raises:
+        LayoutError: a partial tensor, or a local tensor whose shape contradicts the layout.
+    """
     if not isinstance(tensor, DTensor):
         return tensor, (Piece(name, Box.full(tensor.shape), name, 0, tensor.stride()),) if tensor.numel() else ()
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return None, ()
     layout, local = layout_of(tensor, name=name), tensor.to_local()
+    if isinstance(local, AsyncCollectiveTensor):
+        local = local.wait()
     rank = int(tensor.device_mesh.mesh[tuple(coordinate)])
+    return local, pieces_of_local(name, local, layout, rank)
+
+
+def pieces_of_local(name: str, local: torch.Tensor, layout: Layout, rank: int) -> tuple[Piece, ...]:
+    """What a rank of the layout's mesh holds in its local tensor, as pieces of the buffer of that name.
+
+    Raises:
+        LayoutError: the local tensor's shape contradicts the layout, or the rank isn't in its mesh.
+    """
+    if rank not in layout.mesh.ranks:
+        raise LayoutError(name, rank, f"a rank of the layout's mesh, {list(layout.mesh.ranks)}", str(rank))
     expected = layout.local_shape(rank)
     if tuple(local.shape) != expected:
-        cut = f"a local shape {list(expected)} ({list(tensor.shape)} placed as {tensor.placements})"
+        cut = f"a local shape {list(expected)} ({list(layout.shape)} placed as {layout.placements})"
         raise LayoutError(name, rank, cut, str(list(local.shape)))
-    return local, layout.pieces(rank, name, buffer=name, strides=local.stride())
+    return layout.pieces(rank, name, buffer=name, strides=local.stride())
 
 
 def _expert_counts(state: StateDict) -> dict[str, int]:
@@ -217,14 +236,3 @@ def _stacked(piece: Piece, tensor: str, expert: int) -> Piece:
 
 def _memory(local: torch.Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
     return local.data_ptr(), tuple(local.shape), local.stride()
-
-
-def _overlaps_itself(local: torch.Tensor) -> bool:
-    """Whether two elements may share memory: a dim's stride doesn't step over all that smaller strides reach."""
-    reach = 0
-    for stride, size in sorted(zip(local.stride(), local.shape, strict=True)):
-        if size > 1:
-            if stride <= reach:
-                return True
-            reach += stride * (size - 1)
-    return False

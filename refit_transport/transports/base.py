@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import torch
 
 from refit_transport.config.settings import RefitSettings
 from refit_transport.fabrics.base import Fabric, Spent
@@ -37,7 +38,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One rank's live sides, a source, a target or both, each with the manifest that it published."""
+    """One rank's live sides, a source, a target, both or none, each with the manifest that it published."""
 
     rank: int
     source: Source | None = None
@@ -50,6 +51,8 @@ class Endpoint:
         """What the rank is: "both" when it has two sides."""
         if self.source is not None and self.target is not None:
             return "both"
+        if self.source is None and self.target is None:
+            return "none"
         return "source" if self.source is not None else "target"
 
     def source_binding(self) -> Binding | None:
@@ -63,6 +66,15 @@ class Endpoint:
         if self.target is None or self.target_manifest is None:
             return None
         return Binding.of(self.target_manifest, self.target.buffers())
+
+    def devices(self) -> dict[str, torch.device]:
+        """The device of each buffer that a manifest's pieces point into; those that a refit makes are not there yet."""
+        found: dict[str, torch.device] = {}
+        for side, manifest in ((self.source, self.source_manifest), (self.target, self.target_manifest)):
+            if side is not None and manifest is not None:
+                used = {piece.buffer for piece in manifest.pieces}
+                found |= {name: buffer.device for name, buffer in side.buffers().items() if name in used}
+        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,12 @@ It needs no description of the target's layout, because the engine's own loader 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
+import numpy as np
 import torch
 
 from refit_transport.fabrics.base import Fabric, Spent
@@ -19,13 +22,12 @@ from refit_transport.layout.box import Box
 from refit_transport.layout.canonical import CheckpointEntry, checkpoint_entries
 from refit_transport.layout.layout import row_major_strides
 from refit_transport.layout.manifest import DTYPE_BYTES, Manifest, Piece, RankManifest, TensorSpec
-from refit_transport.layout.wire import digest
 from refit_transport.planning.holdings import HoldingIndex
 from refit_transport.planning.plan import PlannedTensor, TransferPlan
 from refit_transport.planning.planner import plan_transfer
 from refit_transport.scheduling.broadcast import build_broadcast
 from refit_transport.scheduling.pour import aligned
-from refit_transport.scheduling.schedule import Schedule, Traffic, total_traffic
+from refit_transport.scheduling.schedule import Schedule, Traffic, join, total_traffic
 from refit_transport.transports.base import Endpoint, Footprint, Job, slot_footprint
 from refit_transport.views import torch_dtype
 
@@ -66,7 +68,8 @@ class _Bucket:
 class GatherBroadcast:
     """Buckets of whole checkpoint tensors, one after the other through one staging buffer per target rank.
 
-    A bucket holds at most half of `staging_bytes` (one tensor at least); the other half is for payload slots.
+    A bucket holds at most half of `staging_bytes` (one tensor at least); the other half is for payload slots. While a
+    target loads a bucket, the next one already arrives in its slots.
     """
 
     def __init__(self, job: Job, tensors: tuple[str, ...]) -> None:
@@ -75,20 +78,20 @@ class GatherBroadcast:
         held = HoldingIndex.of(job.source, set(tensors))
         groups = _split(_wire_specs(job, set(tensors)), most_bytes=half)
         self._buckets = tuple(_bucket(job, held, staged) for staged in groups)
-        schedules = [bucket.schedule for bucket in self._buckets]
-        self._sizes = SlotSizes.of(schedules, staging_bytes=half)
+        self._schedule = join([bucket.schedule for bucket in self._buckets]) if self._buckets else None
+        self._sizes = SlotSizes.of([self._schedule] if self._schedule else [], staging_bytes=half)
         self._staging_bytes = max((bucket.nbytes for bucket in self._buckets), default=0)
         self._staging = torch.empty(0, dtype=torch.uint8)
-        self._programs: tuple[Program, ...] = ()
+        self._program: Program | None = None
         self._addresses: tuple[int, ...] = ()
 
     def digest(self) -> str:
         """See `Transport.digest`."""
-        return digest(*(bucket.schedule.digest() for bucket in self._buckets))
+        return "" if self._schedule is None else self._schedule.digest()
 
     def traffic(self) -> Traffic:
         """See `Transport.traffic`."""
-        return total_traffic(bucket.schedule.traffic() for bucket in self._buckets)
+        return total_traffic([] if self._schedule is None else [self._schedule.traffic()])
 
     def check(self) -> None:
         """See `Transport.check`: every target's staging buffer receives each bucket whole."""
@@ -97,8 +100,8 @@ class GatherBroadcast:
             bucket.schedule.check(bucket.plan)
 
     def footprint(self) -> Footprint:
-        """See `Transport.footprint`. Slots serve one bucket after the other."""
-        slots = slot_footprint([bucket.schedule for bucket in self._buckets], self._sizes, self._job.ranks)
+        """See `Transport.footprint`."""
+        slots = slot_footprint([self._schedule] if self._schedule else [], self._sizes, self._job.ranks)
         targets = {ranked.rank for ranked in self._job.target.ranks}
         total = {
             rank: nbytes + (self._staging_bytes if rank in targets else 0)
@@ -107,34 +110,48 @@ class GatherBroadcast:
         return Footprint(slots.payloads, slots.slot_bytes, total)
 
     def run(self, endpoint: Endpoint, fabric: Fabric, *, deadline: Deadline) -> Spent:
-        """See `Transport.run`. Targets load each bucket before they take the next."""
-        spent = Spent()
-        self._bind(endpoint, fabric)
-        for bucket, program in zip(self._buckets, self._programs, strict=True):
-            spent.add(fabric.run(program, deadline=deadline))
-            if endpoint.target is not None:
-                with spent.timing("load"):
-                    endpoint.target.load(_tensors(bucket, self._staging))
-        return spent
-
-    def _bind(self, endpoint: Endpoint, fabric: Fabric) -> None:
-        """Binds the programs to the staging buffer, and again when the source's buffers have moved."""
+        """See `Transport.run`."""
+        if self._schedule is None:
+            return Spent()
         source = endpoint.source_binding()
         addresses = source.addresses() if source else ()
-        if self._programs and addresses == self._addresses:
-            return
-        self._staging = torch.empty(self._staging_bytes if endpoint.target is not None else 0, dtype=torch.uint8)
-        self._addresses = addresses
-        self._programs = tuple(self._lower(bucket, endpoint, source, fabric) for bucket in self._buckets)
+        if self._program is None or addresses != self._addresses:
+            self._program = self._lower(self._schedule, endpoint, source, fabric)
+            self._addresses = addresses
+        return fabric.run(self._program, deadline=deadline)
 
-    def _lower(self, bucket: _Bucket, endpoint: Endpoint, source: Binding | None, fabric: Fabric) -> Program:
-        target = None
-        if endpoint.target is not None:
-            here = next(ranked for ranked in bucket.staging.ranks if ranked.rank == endpoint.rank)
-            target = Binding.of(here, {_STAGING: self._staging})
-        return lower(
-            bucket.schedule, endpoint.rank, source=source, target=target, memory=fabric.memory, sizes=self._sizes
+    def _lower(self, schedule: Schedule, endpoint: Endpoint, source: Binding | None, fabric: Fabric) -> Program:
+        """Binds the program to the staging buffer; a target's last payload of each bucket is followed by loading it."""
+        bound = partial(
+            lower, schedule, endpoint.rank, memory=fabric.memory, sizes=self._sizes, source=source, receive="slots"
         )
+        if endpoint.target is None:
+            return bound(target=None)
+        self._staging = torch.empty(self._staging_bytes, dtype=torch.uint8, device=fabric.memory.own.device)
+        specs = tuple({item.spec.name: item.spec for bucket in self._buckets for item in bucket.staged}.values())
+        pieces = tuple(_piece(item) for bucket in self._buckets for item in bucket.staged)
+        staging = RankManifest(endpoint.rank, "target", specs, pieces)
+        program = bound(target=Binding.of(staging, {_STAGING: self._staging}))
+        steps = list(program.steps)
+        payloads = [step.payload for step in steps]
+        ends = np.cumsum([len(bucket.schedule.payloads) for bucket in self._buckets]).tolist()
+        for bucket, end in zip(self._buckets, ends, strict=True):
+            last = bisect_left(payloads, end) - 1
+            steps[last] = replace(steps[last], then=partial(endpoint.target.load, _Loaded(bucket, self._staging)))
+        return replace(program, steps=tuple(steps))
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """A bucket's tensors as the loader takes them, by checkpoint name; can be gone through again at each refit."""
+
+    bucket: _Bucket
+    buffer: torch.Tensor
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for item in self.bucket.staged:
+            flat = self.buffer[item.offset : item.offset + item.nbytes].view(torch_dtype(item.spec.dtype))
+            yield item.entry.name, flat.view(item.entry.shape)
 
 
 def broadcast_traffic(job: Job, tensors: Sequence[str]) -> Traffic:
@@ -185,9 +202,3 @@ def _bucket(job: Job, held: HoldingIndex, staged: tuple[_Staged, ...]) -> _Bucke
 def _piece(item: _Staged) -> Piece:
     offset = item.offset // DTYPE_BYTES[item.spec.dtype]
     return Piece(item.spec.name, item.box, _STAGING, offset, row_major_strides(item.box.shape))
-
-
-def _tensors(bucket: _Bucket, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    for item in bucket.staged:
-        flat = buffer[item.offset : item.offset + item.nbytes].view(torch_dtype(item.spec.dtype))
-        yield item.entry.name, flat.view(item.entry.shape)

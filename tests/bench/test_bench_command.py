@@ -61,7 +61,7 @@ def lab(monkeypatch):
 def test_without_anything_to_do_it_says_what_there_is():
     code, _, err = bench()
     assert code == 2
-    assert "give --lab, --plan or --ranks CONFIG" in err
+    assert "give --lab, --plan, --gpu or --ranks CONFIG" in err
 
 
 def test_an_unknown_case_is_refused_before_anything_runs(lab):

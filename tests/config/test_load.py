@@ -316,7 +316,6 @@ class TestNemoRl:
 
     def test_what_cannot_run_yet_is_all_that_is_told(self, tmp_path: Path, model_folder: Path) -> None:
         changes = {
-            "nccl_reshard: {coverage: all}": "nccl_reshard: {coverage: all, fabric: nccl}",
             "context_parallel_size: 1": "context_parallel_size: 2",
             "peft: {enabled: false, dim: 8}": "peft: {enabled: true, dim: 8}",
             "fp8_cfg: {enabled: false}": "fp8_cfg: {enabled: true}",
@@ -330,7 +329,6 @@ class TestNemoRl:
             text = text.replace(old, new)
         found = problems(write(tmp_path / "grpo.yaml", text % model_folder))
         assert {violation.path for violation in found} == {
-            "policy.generation.refit_cfg.nccl_reshard.fabric",
             "policy.megatron_cfg.context_parallel_size",
             "policy.megatron_cfg.peft.enabled",
             "policy.megatron_cfg.fp8_cfg.enabled",

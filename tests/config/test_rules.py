@@ -100,15 +100,6 @@ CASES = [
     case(
         "transport", {f"{G}.refit_transport": "nccl_rshard"}, f"{G}.refit_transport", "unknown", "mean 'nccl_reshard'"
     ),
-    case("nccl", {f"{N}.fabric": "nccl"}, f"{N}.fabric", "not available yet: bytes go through gloo", "auto or gloo"),
-    case("m2n", {f"{N}.fabric": "nccl_m2n"}, f"{N}.fabric", "not available yet: bytes go through gloo", "auto or gloo"),
-    case(
-        "fabric of the other transport",
-        {f"{G}.refit_transport": None, f"{G}.refit_cfg.gather_broadcast.fabric": "nccl"},
-        f"{G}.refit_cfg.gather_broadcast.fabric",
-        "not available yet",
-        "gloo",
-    ),
     case(
         "context",
         {f"{M}.context_parallel_size": 2},

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from refit_transport.errors import TransferError
+from refit_transport.errors import AgreementError, TransferError
 from refit_transport.fabrics.deadline import Deadline, DeadlineCaller
 from refit_transport.fabrics.rendezvous import ControlChannel
+from refit_transport.testing.threads import run_ranks
 
 TIMEOUT_S = 1.0
 HOST = """
@@ -76,6 +77,29 @@ def test_every_call_ends_in_time_and_names_rank_0(
         with pytest.raises(TransferError):
             channel.failure()
         assert time.monotonic() - began < 0.5, name
+
+
+def test_a_rank_without_an_opinion_goes_along() -> None:
+    def rank_main(channel: ControlChannel) -> None:
+        deadline = Deadline(10.0)
+        channel.agree("a/0", "x" if channel.rank == 2 else None, deadline=deadline)
+        with pytest.raises(AgreementError, match=r"about b: x on rank \[0\]; y on rank \[2\]"):
+            channel.agree("b/0", {0: "x", 2: "y"}.get(channel.rank), deadline=deadline)
+
+    run_ranks(4, rank_main)
+
+
+def test_an_erased_channel_holds_nothing_of_any_rank() -> None:
+    def rank_main(channel: ControlChannel) -> None:
+        channel.publish("topic", 1)
+        channel.agree("published/0", "", deadline=Deadline(10.0))
+        channel.publish("report", "")
+        if channel.rank == 0:
+            channel.collect("report", range(2), deadline=Deadline(10.0))
+            channel.erase()
+            assert channel.group_store("").list_keys() == []  # type: ignore[attr-defined]
+
+    run_ranks(2, rank_main)
 
 
 def test_a_call_that_comes_back_gives_its_result_or_its_error() -> None:

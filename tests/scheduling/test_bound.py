@@ -41,29 +41,27 @@ def cases(draw):
 
 
 def enumerated(plan, topology, *, forwarding):
-    """No solver: some set of NICs must send all that only they can, at the sum of their rates; the worst such set."""
+    """No solver: some set of domains must send all that only they can, at their rate together; the worst such set."""
     moved = defaultdict(int)
     for row, nbytes in enumerate(plan.nbytes().tolist()):
         holders, wanters = plan.rank_sets[plan.holders[row]], plan.rank_sets[plan.wanters[row]]
         near = {topology.domain(rank) for rank in holders}
         foreign = frozenset({topology.domain(rank) for rank in wanters} - near)
         if foreign:
-            moved[frozenset(topology.nic(rank) for rank in holders), foreign] += nbytes
-    rates = [nic.rate for nic in topology.nics]
+            moved[frozenset(near), foreign] += nbytes
+    rates = [sum(topology.nics[nic].rate for nic in nics) for nics in topology.nics_of_domains]
     entering = defaultdict(int)
     for (_, foreign), nbytes in moved.items():
         for domain in foreign:
             entering[domain] += nbytes
-    receiving = max(
-        (n / sum(rates[nic] for nic in topology.nics_of_domains[domain]) for domain, n in entering.items()), default=0.0
-    )
-    every = sorted({nic for holders, _ in moved for nic in holders})
+    receiving = max((n / rates[domain] for domain, n in entering.items()), default=0.0)
+    every = sorted({domain for holding, _ in moved for domain in holding})
     copies = {key: 1 if forwarding else len(key[1]) for key in moved}
     subsets = itertools.chain.from_iterable(itertools.combinations(every, k) for k in range(1, len(every) + 1))
     sending = max(
         (
-            sum(n * copies[key] for key, n in moved.items() if key[0] <= set(nics)) / sum(rates[nic] for nic in nics)
-            for nics in subsets
+            sum(n * copies[key] for key, n in moved.items() if key[0] <= set(some)) / sum(rates[d] for d in some)
+            for some in subsets
         ),
         default=0.0,
     )

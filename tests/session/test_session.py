@@ -133,8 +133,7 @@ def test_a_refit_checks_out_and_stays_in_its_footprint(coverage):
         used = []
         for transport in session.plan.transports.values():
             transport.check()
-            programs = [transport._program] if hasattr(transport, "_program") else transport._programs
-            slots = {step.slot_offset for program in programs for step in program.steps} - {None}
+            slots = {step.slot_offset for step in transport._program.steps} - {None}
             staging = getattr(transport, "_staging", torch.empty(0))
             used.append(len(slots) * transport._sizes.slot_bytes + staging.nbytes)
             assert used[-1] <= transport.footprint().staging_bytes[channel.rank]

@@ -38,7 +38,7 @@ from refit_transport.layout.wire import manifest_to_json
 from refit_transport.targets.vllm_layers import layers_of, on_meta
 from refit_transport.targets.vllm_manifest import describe, trace_model
 
-RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 # Sizes that vLLM's kernels take, by the keys that a small config has.
 SIZES = {
     "hidden_size": 256,
