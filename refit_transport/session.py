@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from typing import Literal, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 import torch
 
@@ -157,15 +157,17 @@ class RefitSession:
         """Closes the refit, which every rank has delivered. Rank 0 waits for all ranks and returns the report."""
         self._require("delivered", "finish")
         with self._guarded("finish"):
-            # Whoever is here has seen every rank's delivery of this version, so nobody reads the last one's topics.
-            # Rank 0 may be gone as soon as it has all reports: publishing comes last.
-            self._channel.forget(self._last_topics)
+            # Rank 0 may be gone as soon as it has all reports: what must be told comes before.
             self._channel.publish(f"report/{self.version}", asdict(self._rank_report()))
+            parts: list[Any] = []
+            if self._summary is not None:
+                everyone, deadline = range(self._channel.world_size), Deadline(self._settings.timeout_s)
+                parts = self._channel.collect(f"report/{self.version}", everyone, deadline=deadline)
+            # Whoever is here has seen every rank's delivery of this version, so nobody reads the last one's topics.
+            self._channel.forget(self._last_topics)
             self._state, self._last_topics = "idle", self._topics
-            if self._summary is None:
-                return None
-            deadline = Deadline(self._settings.timeout_s)
-            parts = self._channel.collect(f"report/{self.version}", range(self._channel.world_size), deadline=deadline)
+        if self._summary is None:
+            return None
         total = time.perf_counter() - self._began
         return RefitReport(self.version, total, self._summary, tuple(RankReport(**part) for part in parts))
 

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswer
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -56,15 +57,7 @@ class DeadlineCaller:
         """
         if self._lost:
             raise TimeoutError(self._lost)
-        answer: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                answer.set_result(function(*arguments))
-            except BaseException as error:  # noqa: BLE001  # handed to the caller below
-                answer.set_exception(error)
-
-        self._calls.put(run)
+        answer = self.start(function, *arguments)
         try:
             return answer.result(timeout_s)
         except NoAnswer:
@@ -72,6 +65,28 @@ class DeadlineCaller:
                 raise
             self._lost = f"no answer within {timeout_s:g} s"
             raise TimeoutError(self._lost) from None
+
+    def start(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
+        """Runs the function after the calls so far; its result or error, once there is one."""
+        answer: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(function(*arguments))
+            except BaseException as error:  # noqa: BLE001  # handed to whoever asks for the answer
+                answer.set_exception(error)
+
+        self._calls.put(run)
+        return answer
+
+    def post(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Runs the function after the calls so far, without waiting for it; its errors are of no interest."""
+
+        def run() -> None:
+            with suppress(RuntimeError):
+                function(*arguments)
+
+        self._calls.put(run)
 
 
 def _serve(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:

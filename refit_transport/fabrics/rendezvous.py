@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import TimeoutError as NoAnswer
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Self, TypeVar
 
@@ -16,13 +17,20 @@ from refit_transport.layout.wire import decode, encode
 
 T = TypeVar("T")
 
-_FAILURE, _VERDICT = "failure", "verdict"
+_FAILURE, _AGREED, _VERDICT = "failure", "agreed", "verdict"
 # An answer takes a millisecond, or much longer where all cores are busy; a short timeout isn't meant for it.
 _LEAST_PATIENCE_S = 1.0
 # Whoever waits for a value looks this often whether another rank has failed.
 _LOOK_EVERY_S = 0.1
-# An agreement is part of every refit, so its answer is looked for often.
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2e-4, 4e-3
+_STORE_LATER_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Waits:
+    """A connection to the store on which one request at a time waits for keys."""
+
+    store: Store
+    calls: DeadlineCaller
 
 
 class ControlChannel:
@@ -41,6 +49,8 @@ class ControlChannel:
         self._where = where or f"at {host}:{self.port}, on rank 0,"
         self.rank, self.world_size = rank, world_size
         self._claimed = False
+        self._own: set[str] = set()
+        self._waits: _Waits | None = None
 
     def claim(self) -> None:
         """Takes the channel for one session: a second one would read what the first left in the store.
@@ -112,20 +122,33 @@ class ControlChannel:
         """
         topic = f"agree/{what}"
         self.publish(topic, value)
+        agreed, verdict = f"{topic}/{_AGREED}", f"{topic}/{_VERDICT}"
         if self.rank == 0:
-            values = self.collect(topic, range(self.world_size), deadline=deadline)
-            self._set(f"{topic}/{_VERDICT}", _groups(values))
-        [groups] = self._wait(topic, [_VERDICT], deadline)
-        if len(groups) > 1:
-            raise AgreementError(what.rsplit("/", 1)[0], tuple((held, tuple(ranks)) for held, ranks in groups))
+            groups = _groups(self.collect(topic, range(self.world_size), deadline=deadline))
+            self._set(verdict if len(groups) > 1 else agreed, groups)
+            if len(groups) > 1:
+                raise _disagreement(what, groups)
+            return
+
+        def look() -> None:
+            if self._ask(topic, self._store.check, [verdict], deadline=deadline):
+                raise _disagreement(what, decode(self._ask(topic, self._store.get, verdict)))
+            # Rank 0 gives up first: it knows for whom everybody waits.
+            if patience.passed:
+                raise DeadlineError(f"rank {self.rank}", "rank 0", topic, deadline.seconds)
+
+        patience = Deadline(deadline.remaining() + _LEAST_PATIENCE_S)
+        self._until_set([agreed], topic, patience, look)
 
     def forget(self, topics: Iterable[str]) -> None:
-        """Removes this rank's values of topics, agreements included, that nobody will ask for any more."""
-        mine = [str(self.rank), _VERDICT] if self.rank == 0 else [str(self.rank)]
-        for topic in topics:
-            for key in mine:
-                self._ask("forget", self._store.delete_key, f"{topic}/{key}")
-                self._ask("forget", self._store.delete_key, f"agree/{topic}/{key}")
+        """Removes this rank's values of topics, agreements included, that nobody will ask for any more.
+
+        It happens beside what this rank does next; where the store is gone by then, so are the values.
+        """
+        prefixes = tuple(prefix for topic in topics for prefix in (f"{topic}/", f"agree/{topic}/"))
+        keys = [key for key in self._own if key.startswith(prefixes)]
+        self._own.difference_update(keys)
+        self._calls.post(_delete, self._store, keys)
 
     def erase(self) -> None:
         """Removes all that any rank left in the store, where the store can tell; nobody may use the channel again."""
@@ -140,42 +163,61 @@ class ControlChannel:
         cause = encode({"rank": self.rank, "reason": reason})
         self._ask("report a failure", self._store.compare_set, _FAILURE, "", cause.hex())
 
-    def failure(self) -> TransferError | None:
+    def failure(self, deadline: Deadline | None = None) -> TransferError | None:
         """The first failure that any other rank reported, if any."""
         phase = "look for failures"
-        if not self._ask(phase, self._store.check, [_FAILURE]):
+        if not self._ask(phase, self._store.check, [_FAILURE], deadline=deadline):
             return None
         cause = decode(bytes.fromhex(self._ask(phase, self._store.get, _FAILURE).decode()))
         if cause["rank"] == self.rank:
             return None
         return TransferError(self.rank, cause["rank"], "peer failure", "", cause["reason"])
 
-    def _wait(self, topic: str, names: Sequence[int | str], deadline: Deadline) -> list[Any]:
-        """The values of all these keys of a topic.
-
-        It asks again and again: where torch's store is asked to wait, every wait that ends in vain prints a warning.
-        """
+    def _wait(self, topic: str, names: Sequence[int], deadline: Deadline) -> list[Any]:
+        """The values of these keys of a topic."""
         keys = [f"{topic}/{name}" for name in names]
-        # Of a verdict rank 0 gives up first: it knows for whom everybody waits.
-        patience = Deadline(deadline.remaining() + (_LEAST_PATIENCE_S if _VERDICT in names else 0.0))
-        pause, look = _FIRST_PAUSE_S, Deadline(_LOOK_EVERY_S)
-        while not self._ask(topic, self._store.check, keys, deadline=deadline):
-            if look.passed:
-                look = Deadline(_LOOK_EVERY_S)
-                failure = self.failure()
+        if not keys:
+            return []
+
+        def look() -> None:
+            if deadline.passed:
+                found = {key for key in keys if self._ask(topic, self._store.check, [key])}
+                missing = next((name for name, key in zip(names, keys, strict=True) if key not in found), names[-1])
+                raise DeadlineError(f"rank {self.rank}", f"rank {missing}", topic, deadline.seconds)
+
+        self._until_set(keys, topic, deadline, look)
+        return [decode(value) for value in self._ask(topic, self._store.multi_get, keys)]
+
+    def _until_set(self, keys: Sequence[str], topic: str, deadline: Deadline, look: Callable[[], None]) -> None:
+        """Returns when all keys are set, or raises what another rank reports meanwhile, or what `look` raises.
+
+        The store tells when the last key is set, over a connection that serves nothing else: where a NIC is full of a
+        refit's bytes, every answer that must be asked for comes later than the one before.
+        """
+        if self._waits is None:
+            own: Store = self._ask("connect", self._store.clone)  # type: ignore[attr-defined]  # the stub lacks it
+            self._waits = _Waits(own, DeadlineCaller())
+        # The store's own timeout must come after ours: it prints warnings.
+        longest = timedelta(seconds=deadline.remaining() + _STORE_LATER_S)
+        answer = self._waits.calls.start(self._waits.store.wait, list(keys), longest)
+        while True:
+            try:
+                answer.result(_LOOK_EVERY_S)
+            except NoAnswer:
+                # If one of these raises, what still waits is left behind with its connection.
+                waits, self._waits = self._waits, None
+                failure = self.failure(deadline)
                 if failure is not None:
-                    raise failure
-            if patience.passed:
-                missing = next(
-                    n for n, k in zip(names, keys, strict=True) if not self._ask(topic, self._store.check, [k])
-                )
-                late = "rank 0" if missing == _VERDICT else f"rank {missing}"
-                raise DeadlineError(f"rank {self.rank}", late, topic, deadline.seconds)
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
-        return [decode(value) for value in self._ask(topic, self._store.multi_get, keys)] if keys else []
+                    raise failure from None
+                look()
+                self._waits = waits
+            except RuntimeError as error:
+                raise self._gone(topic, error) from error
+            else:
+                return
 
     def _set(self, key: str, value: Any) -> None:
+        self._own.add(key)
         self._ask(key, self._store.set, key, encode(value))
 
     def _ask(self, phase: str, call: Callable[..., T], *arguments: Any, deadline: Deadline | None = None) -> T:
@@ -187,8 +229,20 @@ class ControlChannel:
             reason = f"the control channel {self._where} doesn't answer: {error}"
             raise TransferError(self.rank, 0, phase, "", reason) from error
         except RuntimeError as error:
-            reason = f"the control channel {self._where} is gone: {str(error).splitlines()[0]}"
-            raise TransferError(self.rank, 0, phase, "", reason) from error
+            raise self._gone(phase, error) from error
+
+    def _gone(self, phase: str, error: RuntimeError) -> TransferError:
+        reason = f"the control channel {self._where} is gone: {str(error).splitlines()[0]}"
+        return TransferError(self.rank, 0, phase, "", reason)
+
+
+def _disagreement(what: str, groups: Sequence[tuple[str, Sequence[int]]]) -> AgreementError:
+    return AgreementError(what.rsplit("/", 1)[0], tuple((held, tuple(ranks)) for held, ranks in groups))
+
+
+def _delete(store: Store, keys: Iterable[str]) -> None:
+    for key in keys:
+        store.delete_key(key)
 
 
 def _groups(values: Sequence[str | None]) -> list[tuple[str, list[int]]]:

@@ -33,7 +33,6 @@ time.sleep(60)
 CALLS: dict[str, Callable[[ControlChannel], object]] = {
     "collect": lambda channel: channel.collect("topic", (0,), deadline=Deadline(TIMEOUT_S)),
     "agree": lambda channel: channel.agree("a thing/0", "x", deadline=Deadline(TIMEOUT_S)),
-    "forget": lambda channel: channel.forget(["topic"]),
     "failure": lambda channel: channel.failure(),
     "report_failure": lambda channel: channel.report_failure(ValueError("x")),
 }
