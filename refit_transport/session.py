@@ -149,16 +149,16 @@ class RefitSession:
             if self._endpoint.target is not None:
                 with self._spent.timing("load"):
                     self._endpoint.target.finish()
+            # Before the vote, so that whoever has seen all votes finds all reports.
+            self._channel.publish(f"report/{version}", asdict(self._rank_report()))
             with self._timed("agree"):
                 self._channel.agree(f"delivery/{version}", "complete", deadline=deadline)
         self._state, self.version = "delivered", version
 
     def finish(self) -> RefitReport | None:
-        """Closes the refit, which every rank has delivered. Rank 0 waits for all ranks and returns the report."""
+        """Closes the refit, which every rank has delivered. Rank 0 returns the report."""
         self._require("delivered", "finish")
         with self._guarded("finish"):
-            # Rank 0 may be gone as soon as it has all reports: what must be told comes before.
-            self._channel.publish(f"report/{self.version}", asdict(self._rank_report()))
             parts: list[Any] = []
             if self._summary is not None:
                 everyone, deadline = range(self._channel.world_size), Deadline(self._settings.timeout_s)

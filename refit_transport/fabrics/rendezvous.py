@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswer
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +25,8 @@ _LEAST_PATIENCE_S = 1.0
 # Whoever waits for a value looks this often whether another rank has failed.
 _LOOK_EVERY_S = 0.1
 _STORE_LATER_S = 60.0
+# A value is asked for again after an eighth of the time waited so far, which leaves the processors to the others.
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 5e-4, 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,8 @@ class ControlChannel:
         self.rank, self.world_size = rank, world_size
         self._claimed = False
         self._own: set[str] = set()
-        self._waits: _Waits | None = None
+        # Made at once: connecting to a rank 0 that has stopped could not be broken off.
+        self._waits = _Waits(store.clone(), DeadlineCaller())  # type: ignore[attr-defined]  # the stub lacks it
 
     def claim(self) -> None:
         """Takes the channel for one session: a second one would read what the first left in the store.
@@ -115,30 +120,35 @@ class ControlChannel:
     def agree(self, what: str, value: str | None, *, deadline: Deadline) -> None:
         """Returns when every rank has called this with an equal value, or with None: it goes along with the others.
 
-        Rank 0 compares and tells the others.
+        Rank 0 compares and tells the others. It is part of every refit, so nobody asks for an answer: the store tells.
 
         Raises:
             AgreementError: naming the values and the ranks that hold them.
         """
         topic = f"agree/{what}"
         self.publish(topic, value)
-        agreed, verdict = f"{topic}/{_AGREED}", f"{topic}/{_VERDICT}"
+        others = range(1, self.world_size)
         if self.rank == 0:
-            groups = _groups(self.collect(topic, range(self.world_size), deadline=deadline))
-            self._set(verdict if len(groups) > 1 else agreed, groups)
+            keys = [f"{topic}/{rank}" for rank in range(self.world_size)]
+            self._until_told(keys, topic, deadline, lambda: self._give_up(topic, range(self.world_size), deadline))
+            groups = _groups([decode(found) for found in self._ask(topic, self._store.multi_get, keys)])
             if len(groups) > 1:
+                self._set(f"{topic}/{_VERDICT}", groups)
                 raise _disagreement(what, groups)
+            told = [f"{topic}/{_AGREED}/{rank}" for rank in others]
+            self._own.update(told)
+            self._ask(topic, self._store.multi_set, told, ["yes"] * len(told))  # type: ignore[attr-defined]
             return
 
         def look() -> None:
-            if self._ask(topic, self._store.check, [verdict], deadline=deadline):
-                raise _disagreement(what, decode(self._ask(topic, self._store.get, verdict)))
+            if self._ask(topic, self._store.check, [f"{topic}/{_VERDICT}"], deadline=deadline):
+                raise _disagreement(what, decode(self._ask(topic, self._store.get, f"{topic}/{_VERDICT}")))
             # Rank 0 gives up first: it knows for whom everybody waits.
             if patience.passed:
                 raise DeadlineError(f"rank {self.rank}", "rank 0", topic, deadline.seconds)
 
         patience = Deadline(deadline.remaining() + _LEAST_PATIENCE_S)
-        self._until_set([agreed], topic, patience, look)
+        self._until_told([f"{topic}/{_AGREED}/{self.rank}"], topic, patience, look)
 
     def forget(self, topics: Iterable[str]) -> None:
         """Removes this rank's values of topics, agreements included, that nobody will ask for any more.
@@ -173,48 +183,49 @@ class ControlChannel:
             return None
         return TransferError(self.rank, cause["rank"], "peer failure", "", cause["reason"])
 
-    def _wait(self, topic: str, names: Sequence[int], deadline: Deadline) -> list[Any]:
-        """The values of these keys of a topic."""
-        keys = [f"{topic}/{name}" for name in names]
-        if not keys:
-            return []
+    def _wait(self, topic: str, ranks: Sequence[int], deadline: Deadline) -> list[Any]:
+        """The values of a topic; asks for them again and again, as what comes once in a session can be."""
+        keys = [f"{topic}/{rank}" for rank in ranks]
+        began, look = time.monotonic(), Deadline(_LOOK_EVERY_S)
+        while not self._ask(topic, self._store.check, keys, deadline=deadline):
+            if look.passed:
+                look = Deadline(_LOOK_EVERY_S)
+                self._raise_failure(deadline)
+            self._give_up(topic, ranks, deadline)
+            time.sleep(min(max(_SHORTEST_PAUSE_S, (time.monotonic() - began) / 8), _LONGEST_PAUSE_S))
+        return [decode(value) for value in self._ask(topic, self._store.multi_get, keys)] if keys else []
 
-        def look() -> None:
-            if deadline.passed:
-                found = {key for key in keys if self._ask(topic, self._store.check, [key])}
-                missing = next((name for name, key in zip(names, keys, strict=True) if key not in found), names[-1])
-                raise DeadlineError(f"rank {self.rank}", f"rank {missing}", topic, deadline.seconds)
+    def _give_up(self, topic: str, ranks: Sequence[int], deadline: Deadline) -> None:
+        """Raises DeadlineError, naming a rank that published nothing, when the deadline has passed."""
+        if deadline.passed:
+            found = [rank for rank in ranks if self._ask(topic, self._store.check, [f"{topic}/{rank}"])]
+            missing = next((rank for rank in ranks if rank not in found), ranks[-1])
+            raise DeadlineError(f"rank {self.rank}", f"rank {missing}", topic, deadline.seconds)
 
-        self._until_set(keys, topic, deadline, look)
-        return [decode(value) for value in self._ask(topic, self._store.multi_get, keys)]
+    def _raise_failure(self, deadline: Deadline) -> None:
+        failure = self.failure(deadline)
+        if failure is not None:
+            raise failure
 
-    def _until_set(self, keys: Sequence[str], topic: str, deadline: Deadline, look: Callable[[], None]) -> None:
+    def _until_told(self, keys: Sequence[str], topic: str, deadline: Deadline, look: Callable[[], None]) -> None:
         """Returns when all keys are set, or raises what another rank reports meanwhile, or what `look` raises.
 
-        The store tells when the last key is set, over a connection that serves nothing else: where a NIC is full of a
-        refit's bytes, every answer that must be asked for comes later than the one before.
+        Nobody else may wait for these keys. The store tells when the last one is set, over a connection that serves
+        nothing else: where a NIC is full of a refit's bytes, answers that must be asked for come late.
         """
-        if self._waits is None:
-            own: Store = self._ask("connect", self._store.clone)  # type: ignore[attr-defined]  # the stub lacks it
-            self._waits = _Waits(own, DeadlineCaller())
         # The store's own timeout must come after ours: it prints warnings.
         longest = timedelta(seconds=deadline.remaining() + _STORE_LATER_S)
         answer = self._waits.calls.start(self._waits.store.wait, list(keys), longest)
-        while True:
-            try:
-                answer.result(_LOOK_EVERY_S)
-            except NoAnswer:
-                # If one of these raises, what still waits is left behind with its connection.
-                waits, self._waits = self._waits, None
-                failure = self.failure(deadline)
-                if failure is not None:
-                    raise failure from None
+        try:
+            while not _is_there(answer):
+                self._raise_failure(deadline)
                 look()
-                self._waits = waits
-            except RuntimeError as error:
-                raise self._gone(topic, error) from error
-            else:
-                return
+        except RefitTransportError:
+            # Ends the wait, which would else outlive the refit.
+            self._calls.post(_set_all, self._store, keys)
+            raise
+        except RuntimeError as error:
+            raise self._gone(topic, error) from error
 
     def _set(self, key: str, value: Any) -> None:
         self._own.add(key)
@@ -238,6 +249,20 @@ class ControlChannel:
 
 def _disagreement(what: str, groups: Sequence[tuple[str, Sequence[int]]]) -> AgreementError:
     return AgreementError(what.rsplit("/", 1)[0], tuple((held, tuple(ranks)) for held, ranks in groups))
+
+
+def _is_there(answer: Future[None]) -> bool:
+    """Whether a wait is over, after waiting for it for a while; raises its error."""
+    try:
+        answer.result(_LOOK_EVERY_S)
+    except NoAnswer:
+        return False
+    return True
+
+
+def _set_all(store: Store, keys: Iterable[str]) -> None:
+    for key in keys:
+        store.set(key, "")
 
 
 def _delete(store: Store, keys: Iterable[str]) -> None:

@@ -65,11 +65,17 @@ def build_schedule(
         demands = separate(demands)
     choices = Choices(balance=on["balance"], stripe=on["stripe"], forward=on["forward"], relay=on["relay"])
     flows = choose_routes(demands, topology, choices, bucket_bytes=bucket_bytes)
-    return schedule_flows(plan, flows, topology, bucket_bytes=bucket_bytes)
+    total = int(plan.nbytes().sum())
+    forwarded = min(bucket_bytes, max(_LEAST_FORWARDED, total // _FORWARDED_PAYLOADS))
+    return schedule_flows(plan, flows, topology, bucket_bytes=bucket_bytes, forwarded_bytes=forwarded)
 
 
-def schedule_flows(plan: TransferPlan, flows: Iterable[Flow], topology: Topology, *, bucket_bytes: int) -> Schedule:
+def schedule_flows(
+    plan: TransferPlan, flows: Iterable[Flow], topology: Topology, *, bucket_bytes: int, forwarded_bytes: int
+) -> Schedule:
     """Cuts and packs what the flows carry, and orders the payloads (passes 5 and 6).
+
+    Payloads have at most `bucket_bytes`, on routes that forward them over the network at most `forwarded_bytes`.
 
     All routes progress alike: the k-th of a route's n payloads comes at the fraction (k + p) / n of the schedule. So at
     any time every NIC has done about the same part of its work. The phase p, in [0, 1), grows with the distance from
@@ -80,11 +86,11 @@ def schedule_flows(plan: TransferPlan, flows: Iterable[Flow], topology: Topology
     payloads: list[list[Stack]] = []
     route_of: list[int] = []
     progress: list[float] = []
-    total = sum(plan.nbytes().tolist())
     ranks = 1 + max((max(route.root, *route.receivers) for route in routes), default=0)
     for index, route in enumerate(routes):
         phase = (route.hops[0].receiver - route.root) % ranks / ranks
-        packed = list(pack(streams[route], bucket_bytes=_bucket(route, topology, most=bucket_bytes, total=total)))
+        most = forwarded_bytes if _forwards(route, topology) else bucket_bytes
+        packed = list(pack(streams[route], bucket_bytes=most))
         payloads += packed
         route_of += [index] * len(packed)
         progress += [(number + phase) / len(packed) for number in range(len(packed))]
@@ -97,12 +103,9 @@ def schedule_flows(plan: TransferPlan, flows: Iterable[Flow], topology: Topology
     return Schedule(parcels, Payloads(size, nbytes, first, first_hop), hops)
 
 
-def _bucket(route: Route, topology: Topology, *, most: int, total: int) -> int:
-    """The size of a route's payloads: smaller where they are forwarded over the network, for a short pipeline."""
-    onward = (hop for hop in route.hops if hop.parent >= 0)
-    if all(topology.is_local(hop.sender, hop.receiver) for hop in onward):
-        return most
-    return min(most, max(_LEAST_FORWARDED, total // _FORWARDED_PAYLOADS))
+def _forwards(route: Route, topology: Topology) -> bool:
+    """Whether what arrived over some hop is passed on over the network."""
+    return any(hop.parent >= 0 and not topology.is_local(hop.sender, hop.receiver) for hop in route.hops)
 
 
 def _parcels(plan: TransferPlan, payloads: Sequence[Sequence[Stack]]) -> tuple[Parcels, Ints]:

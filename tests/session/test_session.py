@@ -396,15 +396,15 @@ def test_a_refit_without_targets_is_refused():
 
 def test_a_fabric_that_does_not_connect_holds_nobody_longer_than_the_timeout(monkeypatch):
     """As where a peer has published its address and then stopped: gloo gives it its timeout several times over."""
-    cluster, ended = Cluster(settings(timeout_s=4.0)), threading.Event()
+    cluster, ended = Cluster(settings(timeout_s=10.0)), threading.Event()
     monkeypatch.setattr(connect_module, "GlooFabric", lambda *_, **__: ended.wait(30.0))
 
     def rank_main(channel):
         began = time.monotonic()
-        with pytest.raises(TransferError, match=r"phase (connect|peer failure): .*within 4 s \(timeout_s\)"):
+        with pytest.raises(TransferError, match=r"phase (connect|peer failure): .*within 10 s \(timeout_s\)"):
             cluster.prepare(channel)
         return time.monotonic() - began
 
     seconds = run_ranks(WORLD, rank_main)
     ended.set()
-    assert all(spent < 15.0 for spent in seconds), seconds
+    assert all(spent < 30.0 for spent in seconds), seconds
