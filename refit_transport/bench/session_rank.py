@@ -16,7 +16,7 @@ from refit_transport.scheduling.schedule import Traffic, total_traffic
 from refit_transport.session import RefitSession
 from refit_transport.testing.sides import HeldSource, HeldTarget
 
-_CONNECT_SECONDS = 60.0
+_CONNECT_SECONDS = 300.0
 
 
 @dataclass(frozen=True, slots=True)

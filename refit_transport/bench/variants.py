@@ -12,7 +12,7 @@ from refit_transport.planning.routing import Coverage
 from refit_transport.scheduling.scheduler import PassName
 
 # A refit in the lab takes seconds; this is how long a broken one may hold up the rest.
-_TIMEOUT_S = 120.0
+_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
