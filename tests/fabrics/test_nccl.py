@@ -119,7 +119,7 @@ def chain(*, rows=8, targets=2):
     )
     plan = plan_transfer(source, target)
     topology = Topology.of([[rank] for rank in range(1 + targets)])
-    return (source, target), build_broadcast(plan, topology, chains="single", bucket_bytes=8)
+    return (source, target), build_broadcast(plan, topology, chains="single", bucket_bytes=16)
 
 
 def test_a_slot_without_rest_is_seen_by_the_simulation(monkeypatch):
