@@ -163,7 +163,7 @@ class _Execution:
 
     def _start(self, step: Step, send: Transmission) -> Work | None:
         """Starts one transmission; None when it is an offer of shared memory."""
-        if send.local and self._exchange is not None and send.peer in self._exchange.memories:
+        if send.shared and self._exchange is not None:
             offset = 0 if step.slot_offset is None else step.slot_offset
             size = step.memory.numel()
             self._exchange.offer(send.peer, send.hop, offset=offset, nbytes=size, deadline=self._deadline)

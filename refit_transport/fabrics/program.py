@@ -34,11 +34,11 @@ class Moves:
 
 @dataclass(frozen=True, slots=True)
 class Transmission:
-    """A hop as one of its ends sees it."""
+    """A hop as one of its ends sees it; `shared` says that the receiver reads the payload in the sender's slot."""
 
     hop: int
     peer: int
-    local: bool
+    shared: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,15 +150,18 @@ class _Lowering:
         hops, payloads = self._schedule.hops, self._schedule.payloads
         incoming, sends = None, []
         for hop in members:
-            if hops.receiver[hop] == self._rank:
-                incoming = Transmission(hop, int(hops.sender[hop]), bool(hops.local[hop]))
+            arrives = hops.receiver[hop] == self._rank
+            peer = int(hops.sender[hop] if arrives else hops.receiver[hop])
+            found = Transmission(hop, peer, bool(hops.local[hop]) and peer in self._memory.peers)
+            if arrives:
+                incoming = found
             else:
-                sends.append(Transmission(hop, int(hops.receiver[hop]), bool(hops.local[hop])))
+                sends.append(found)
         size, offset = int(payloads.size[payload]), self._sizes.offset(number)
         rows = list(self._parcels(payload))
         parts = [self._cover(row) if incoming is None else self._wanted(row) for row in rows]
         shared = self._shared(payload, incoming, size)
-        exchanged = shared is not None or any(send.local and send.peer in self._memory.peers for send in sends)
+        exchanged = shared is not None or any(send.shared for send in sends)
         in_slot = exchanged or (incoming is not None and self._receives_in_slots)
         place = None if in_slot else self._in_place(rows, parts, size)
         memory = self._memory.own[offset : offset + size] if place is None else place
@@ -201,7 +204,7 @@ class _Lowering:
 
     def _shared(self, payload: int, incoming: Transmission | None, size: int) -> torch.Tensor | None:
         """The sender's slot, where this rank can read it."""
-        if incoming is None or not incoming.local or incoming.peer not in self._memory.peers:
+        if incoming is None or not incoming.shared:
             return None
         offset = self._sizes.offset(self._step_number(payload, incoming.peer))
         return self._memory.peers[incoming.peer][offset : offset + size]

@@ -32,7 +32,7 @@ class Choices:
     relay: bool
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Step:
     """A part of one network demand that goes one way: its first copy, and the entries that still need one."""
 

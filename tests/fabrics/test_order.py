@@ -90,8 +90,8 @@ class Group:
 class Exchange:
     """What SharedExchange offers, over memory that all threads see anyway."""
 
-    def __init__(self, wire, rank, memories):
-        self._wire, self._rank, self.memories = wire, rank, memories
+    def __init__(self, wire, rank):
+        self._wire, self._rank = wire, rank
 
     def offer(self, peer, hop, *, offset, nbytes, deadline):
         with self._wire.changed:
@@ -173,7 +173,7 @@ def assert_delivers(source, target, topology, schedule, *, slots, shares, seed):
             memory=Slots(own[rank], memories),
             sizes=sizes,
         )
-        exchange = Exchange(wire, rank, memories) if near else None
+        exchange = Exchange(wire, rank) if near else None
         try:
             _Execution(Group(wire, rank), exchange, program, Deadline(DEADLINE_S)).run()
         except BaseException as error:  # noqa: BLE001  # told below

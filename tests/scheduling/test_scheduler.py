@@ -58,6 +58,61 @@ def test_balance_spreads_the_load_over_source_replicas():
     assert first == dict.fromkeys(range(2), PAYLOAD // 2)
 
 
+def large(serve, placements):
+    """A MiB on rank 0, and targets from rank 1 on."""
+    held = Layout((64, 1 << 14), Mesh.of(dp=1), (Replicate(),))
+    wanted = Layout((64, 1 << 14), serve, placements)
+    return (
+        manifest_from_layouts("source", {"w": held}, dtype="uint8"),
+        manifest_from_layouts("target", {"w": wanted}, dtype="uint8"),
+    )
+
+
+def test_what_enters_a_domain_is_striped_over_all_that_want_it():
+    pair, domains = large(Mesh.of(first_rank=1, dp=4), (Replicate(),)), (range(1), range(1, 5))
+    striped = schedule_of(pair, domains, nics="rank", bucket=1 << 14).traffic()
+    assert striped.network_received == dict.fromkeys(range(1, 5), 1 << 18)
+    assert striped.local_received == dict.fromkeys(range(1, 5), 3 << 18)
+    whole = schedule_of(pair, domains, nics="rank", bucket=1 << 14, disabled=("stripe",)).traffic()
+    assert list(whole.network_received.values()) == [1 << 20]
+
+
+def test_an_idle_rank_relays_for_a_busy_one():
+    """Ranks 1 and 2 are in one domain; rank 1 wants all of one tensor, rank 2 only a row of another."""
+    source = {
+        "w": Layout((64, 1 << 14), Mesh.of(dp=1), (Replicate(),)),
+        "v": Layout((1,), Mesh.of(dp=1), (Replicate(),)),
+    }
+    target = {
+        "w": Layout((64, 1 << 14), Mesh.of(first_rank=1, dp=1), (Replicate(),)),
+        "v": Layout((1,), Mesh.of(first_rank=2, dp=1), (Replicate(),)),
+    }
+    pair = (
+        manifest_from_layouts("source", source, dtype="uint8"),
+        manifest_from_layouts("target", target, dtype="uint8"),
+    )
+    relayed = schedule_of(pair, ((0,), (1, 2)), nics="rank", bucket=1 << 14).traffic()
+    assert sum(relayed.network_received.values()) == (1 << 20) + 1
+    assert max(relayed.network_received.values()) <= 0.55 * (1 << 20)
+    assert relayed.local_received[1] == (1 << 20) - relayed.network_received[1]
+    alone = schedule_of(pair, ((0,), (1, 2)), nics="rank", bucket=1 << 14, disabled=("relay",)).traffic()
+    assert alone.network_received == {1: 1 << 20, 2: 1}
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_forwarded_bytes_cross_the_network_twice_in_sequence_at_most(count):
+    pair = large(Mesh.of(first_rank=1, dp=count), (Replicate(),))
+    domains = tuple((rank,) for rank in range(count + 1))
+    schedule = schedule_of(pair, domains, bucket=1 << 14)
+    forwarded = schedule.hops.parent >= 0
+    assert forwarded.any()
+    assert (schedule.hops.parent[schedule.hops.parent[forwarded]] == -1).all()
+    # No rank, the source included, sends more than each target receives.
+    assert max(schedule.traffic().network_sent.values()) <= 1.05 * (1 << 20)
+    fed = schedule_of(pair, domains, bucket=1 << 14, disabled=("forward",)).traffic()
+    assert fed.network_sent == {0: count << 20}
+
+
 @pytest.mark.parametrize("bucket", [1, 10, 64, 1000])
 def test_payloads_hold_at_most_a_bucket(bucket):
     schedule = schedule_of(REPLICAS, (range(4), range(4, 8)), bucket=bucket)
