@@ -38,8 +38,8 @@ format: $(VENV)/.installed ## Format and fix what can be fixed mechanically
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-nightly: check ## All tests with many more random examples
-	$(BIN)/python -m pytest --hypothesis-profile=nightly
+nightly: check ## All tests, also those that CI leaves out, with many more random examples
+	$(BIN)/python -m pytest -m "nightly or not nightly" --hypothesis-profile=nightly
 
 clean: ## Remove the environment, the caches and the demo's output
 	rm -rf $(VENV) demo-output bench-output build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -11,9 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
+import psutil
+
 _PREFIX = "refit-"
 _IN_USE = "in-use"
-_LAST_WRITES_S = 10.0
+# Ray's own processes look for their parent about once a second.
+_LAST_WRITES_S = 15.0
 
 
 @contextlib.contextmanager
@@ -51,9 +54,18 @@ def _is_free(lock: TextIO) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    """Ray's processes end in the background, and write until then."""
+    """Ray's processes end in the background; one that has only just started makes the folder anew."""
     end = time.monotonic() + _LAST_WRITES_S
-    while folder.exists() and time.monotonic() < end:
+    while (folder.exists() or _is_wanted(folder)) and time.monotonic() < end:
         shutil.rmtree(folder, ignore_errors=True)
-        if folder.exists():
-            time.sleep(0.05)
+        time.sleep(0.05)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_wanted(folder: Path) -> bool:
+    """Whether a process was told to work in the folder."""
+    return any(
+        str(folder) in argument
+        for process in psutil.process_iter(["cmdline"])
+        for argument in process.info["cmdline"] or ()
+    )

@@ -67,3 +67,17 @@ def test_a_killed_runs_folder_goes_with_the_next_run_and_a_living_ones_stays(tmp
     with scratch_folder():
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["refit-somebody-elses"]
+
+
+LATE = """
+import pathlib, sys, time
+time.sleep(2)
+pathlib.Path(sys.argv[1]).mkdir(parents=True, exist_ok=True)
+"""
+
+
+def test_a_process_that_was_only_starting_leaves_nothing(tmp_path: Path) -> None:
+    with scratch_folder() as folder:
+        late = subprocess.Popen([sys.executable, "-c", LATE, str(folder / "session" / "logs")])
+    assert late.wait(timeout=20.0) == 0
+    assert list(tmp_path.iterdir()) == []
