@@ -127,6 +127,9 @@ class RefitSession:
 
         It returns when every rank has everything and every target could make use of it.
 
+        Ranks don't wait for each other before they send: that all mean the same version comes out in the vote, before
+        any target may serve it.
+
         Raises:
             VersionError: `version` isn't above the last one, on any rank; nothing has moved, and a new refit may begin.
             TransferError, DeadlineError, AgreementError, VerificationError: the session is broken.
@@ -134,42 +137,53 @@ class RefitSession:
         self._require("open", "transfer")
         self._attempts += 1
         deadline, agreement = Deadline(self._settings.timeout_s), f"the weight version/{self._attempts}"
-        self._topics = (agreement, *(f"{topic}/{version}" for topic in ("checksums", "replicas", "delivery", "report")))
-        with self._guarded("transfer"), self._timed("agree"):
-            self._channel.agree(agreement, str(version), deadline=deadline)
+        report, announced = f"report/{version}", f"announced/{self._attempts}"
+        self._topics = (
+            agreement,
+            announced,
+            report,
+            *(f"{topic}/{self._attempts}" for topic in ("checksums", "replicas")),
+        )
+        with self._guarded("transfer"):
+            self._channel.publish(announced, version)
+            if version > self.version:
+                self._deliver(version, deadline)
+                with self._timed("agree"):
+                    reports = {report: asdict(self._rank_report())}
+                    self._channel.agree(agreement, str(version), deadline=deadline, reports=reports)
+            else:
+                self._channel.require_equal(announced, "the weight version", deadline=deadline)
         if version <= self.version:
             self._state = "idle"
             raise VersionError(version, self.version)
-        with self._guarded("transfer"):
-            self._check_forms()
-            for transport in self._plan.transports.values():
-                self._spent.add(transport.run(self._endpoint, self._fabric, deadline=deadline))
-            with self._timed("verify"):
-                self._verify(version, deadline)
-            if self._endpoint.target is not None:
-                with self._spent.timing("load"):
-                    self._endpoint.target.finish()
-            # Before the vote, so that whoever has seen all votes finds all reports.
-            self._channel.publish(f"report/{version}", asdict(self._rank_report()))
-            with self._timed("agree"):
-                self._channel.agree(f"delivery/{version}", "complete", deadline=deadline)
         self._state, self.version = "delivered", version
+
+    def _deliver(self, version: int, deadline: Deadline) -> None:
+        self._check_forms()
+        for transport in self._plan.transports.values():
+            self._spent.add(transport.run(self._endpoint, self._fabric, deadline=deadline))
+        with self._timed("verify"):
+            self._verify(version, deadline)
+        if self._endpoint.target is not None:
+            with self._spent.timing("load"):
+                self._endpoint.target.finish()
 
     def finish(self) -> RefitReport | None:
         """Closes the refit, which every rank has delivered. Rank 0 returns the report."""
         self._require("delivered", "finish")
         with self._guarded("finish"):
-            parts: list[Any] = []
+            others: list[Any] = []
             if self._summary is not None:
-                everyone, deadline = range(self._channel.world_size), Deadline(self._settings.timeout_s)
-                parts = self._channel.collect(f"report/{self.version}", everyone, deadline=deadline)
+                ranks, deadline = range(1, self._channel.world_size), Deadline(self._settings.timeout_s)
+                others = self._channel.collect(f"report/{self.version}", ranks, deadline=deadline)
             # Whoever is here has seen every rank's delivery of this version, so nobody reads the last one's topics.
             self._channel.forget(self._last_topics)
             self._state, self._last_topics = "idle", self._topics
         if self._summary is None:
             return None
         total = time.perf_counter() - self._began
-        return RefitReport(self.version, total, self._summary, tuple(RankReport(**part) for part in parts))
+        parts = (self._rank_report(), *(RankReport(**part) for part in others))
+        return RefitReport(self.version, total, self._summary, parts)
 
     def run(self, version: int) -> RefitReport | None:
         """`begin`, `transfer` and `finish` in one call, for ranks that no engine drives."""
@@ -186,7 +200,7 @@ class RefitSession:
         if self._verifier is None:
             return
         atoms = self._verifier.atoms(self._attempts, share=self._settings.verify)
-        topic = f"checksums/{version}"
+        topic = f"checksums/{self._attempts}"
         source, target = self._endpoint.source_binding(), self._endpoint.target_binding()
         if source is not None:
             self._channel.publish(topic, self._verifier.source_checksums(source, atoms))
@@ -195,10 +209,10 @@ class RefitSession:
         sums = {atom: value for part in parts for atom, value in part.items()}
         if source is not None:
             self._verifier.compare_replicas(source, atoms, sums)
-            self._channel.publish(f"replicas/{version}", "agree")
+            self._channel.publish(f"replicas/{self._attempts}", "agree")
         if target is not None:
             # Where replicas differ, that is the cause of what a target finds.
-            self._channel.collect(f"replicas/{version}", sources, deadline=deadline)
+            self._channel.collect(f"replicas/{self._attempts}", sources, deadline=deadline)
             self._verified = self._verifier.compare(target, atoms, sums, version)
 
     def _check_forms(self) -> None:
