@@ -51,7 +51,9 @@ class RefitSession:
         self._forms: dict[tuple[str, str], str] = {}
         self._attempts = 0
         self._topics: tuple[str, ...] = ()
+        # What this rank published for the present attempt, the last one, and the one before.
         self._last_topics: tuple[str, ...] = ()
+        self._forgotten: tuple[str, ...] = ()
         self._began = 0.0
         self._state = "idle"
         self.version = version
@@ -138,6 +140,7 @@ class RefitSession:
         self._attempts += 1
         deadline, agreement = Deadline(self._settings.timeout_s), f"the weight version/{self._attempts}"
         report, announced = f"report/{version}", f"announced/{self._attempts}"
+        self._forgotten, self._last_topics = self._last_topics, self._topics
         self._topics = (
             agreement,
             announced,
@@ -146,6 +149,9 @@ class RefitSession:
         )
         with self._guarded("transfer"):
             self._channel.publish(announced, version)
+            # While bytes move there is time for it. Whoever is here has seen every rank's vote on the last version, so
+            # nobody reads what belongs to the one before.
+            self._channel.forget(self._forgotten)
             if version > self.version:
                 self._deliver(version, deadline)
                 with self._timed("agree"):
@@ -176,9 +182,7 @@ class RefitSession:
             if self._summary is not None:
                 ranks, deadline = range(1, self._channel.world_size), Deadline(self._settings.timeout_s)
                 others = self._channel.collect(f"report/{self.version}", ranks, deadline=deadline)
-            # Whoever is here has seen every rank's delivery of this version, so nobody reads the last one's topics.
-            self._channel.forget(self._last_topics)
-            self._state, self._last_topics = "idle", self._topics
+            self._state = "idle"
         if self._summary is None:
             return None
         total = time.perf_counter() - self._began

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import Literal, get_args
 
@@ -26,9 +27,10 @@ from refit_transport.scheduling.topology import Topology
 PassName = Literal["local", "deduplicate", "balance", "stripe", "forward", "relay"]
 PASSES: tuple[PassName, ...] = get_args(PassName)
 
-# Bytes are forwarded in pieces of this part of the whole, because the last piece's way adds to the time of all.
-_FORWARDED_PAYLOADS = 512
-_LEAST_FORWARDED = 64 << 10
+# The busiest NIC's bytes come in this many payloads at least: one more or less is what NICs differ by in the end. Bytes
+# that are forwarded come in smaller ones, because the last one's way adds to the time of all.
+_PAYLOADS, _FORWARDED_PAYLOADS = 96, 512
+_LEAST_PAYLOAD = 64 << 10
 
 
 def build_schedule(
@@ -65,31 +67,27 @@ def build_schedule(
         demands = separate(demands)
     choices = Choices(balance=on["balance"], stripe=on["stripe"], forward=on["forward"], relay=on["relay"])
     flows = choose_routes(demands, topology, choices, bucket_bytes=bucket_bytes)
-    total = int(plan.nbytes().sum())
-    forwarded = min(bucket_bytes, max(_LEAST_FORWARDED, total // _FORWARDED_PAYLOADS))
-    return schedule_flows(plan, flows, topology, bucket_bytes=bucket_bytes, forwarded_bytes=forwarded)
+    return schedule_flows(plan, flows, topology, bucket_bytes=bucket_bytes)
 
 
-def schedule_flows(
-    plan: TransferPlan, flows: Iterable[Flow], topology: Topology, *, bucket_bytes: int, forwarded_bytes: int
-) -> Schedule:
+def schedule_flows(plan: TransferPlan, flows: Iterable[Flow], topology: Topology, *, bucket_bytes: int) -> Schedule:
     """Cuts and packs what the flows carry, and orders the payloads (passes 5 and 6).
 
-    Payloads have at most `bucket_bytes`, on routes that forward them over the network at most `forwarded_bytes`.
+    Payloads have at most `bucket_bytes`, and less where the busiest NIC has few of them.
 
     All routes progress alike: the k-th of a route's n payloads comes at the fraction (k + p) / n of the schedule. So at
-    any time every NIC has done about the same part of its work. The phase p, in [0, 1), grows with the distance from
-    root to first receiver, so that at any time different roots send to different receivers.
+    any time every NIC has done about the same part of its work; see `_phases` for p.
     """
     streams = streams_of(plan, flows, bucket_bytes=bucket_bytes)
     routes = list(streams)
+    carried = [sum(stack.nbytes for stack in streams[route]) for route in routes]
+    busiest = _busiest_nic(routes, carried, topology)
     payloads: list[list[Stack]] = []
     route_of: list[int] = []
     progress: list[float] = []
-    ranks = 1 + max((max(route.root, *route.receivers) for route in routes), default=0)
-    for index, route in enumerate(routes):
-        phase = (route.hops[0].receiver - route.root) % ranks / ranks
-        most = forwarded_bytes if _forwards(route, topology) else bucket_bytes
+    for index, (route, phase) in enumerate(zip(routes, _phases(routes, topology), strict=True)):
+        least = _FORWARDED_PAYLOADS if _forwards(route, topology) else _PAYLOADS
+        most = min(bucket_bytes, max(_LEAST_PAYLOAD, busiest // least))
         packed = list(pack(streams[route], bucket_bytes=most))
         payloads += packed
         route_of += [index] * len(packed)
@@ -106,6 +104,57 @@ def schedule_flows(
 def _forwards(route: Route, topology: Topology) -> bool:
     """Whether what arrived over some hop is passed on over the network."""
     return any(hop.parent >= 0 and not topology.is_local(hop.sender, hop.receiver) for hop in route.hops)
+
+
+def _busiest_nic(routes: Sequence[Route], carried: Sequence[int], topology: Topology) -> int:
+    """The bytes of the NIC with most to do in one direction; without network hops, of the busiest rank."""
+    crossing, inside = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
+    for route, nbytes in zip(routes, carried, strict=True):
+        for hop in route.hops:
+            if topology.is_local(hop.sender, hop.receiver):
+                inside["out", hop.sender] += nbytes
+                inside["in", hop.receiver] += nbytes
+            else:
+                crossing["out", topology.nic(hop.sender)] += nbytes
+                crossing["in", topology.nic(hop.receiver)] += nbytes
+    return max((crossing or inside).values(), default=0)
+
+
+def _phases(routes: Sequence[Route], topology: Topology) -> list[float]:
+    """Each route's phase, in [0, 1): evenly spread over the routes that leave through one NIC.
+
+    So all NICs begin at once and keep pace. Each goes round the NICs that it sends to and round its own ranks, and
+    begins at another place than the other NICs, so that at any time different NICs send to different ones.
+
+    >>> from refit_transport.scheduling.routes import Hop
+    >>> routes = [Route((Hop(root, receiver),)) for root in (0, 1) for receiver in (2, 3)]
+    >>> _phases(routes, Topology.of(((0,), (1,), (2,), (3,))))
+    [0.0, 0.5, 0.5, 0.0]
+    """
+    ways = [(topology.nic(route.root), topology.nic(route.hops[0].receiver)) for route in routes]
+    numbers = [{nic: number for number, nic in enumerate(sorted(set(side)))} for side in zip(*ways, strict=True)]
+    leaving: dict[int, dict[int, list[int]]] = {}
+    for index, (out, into) in enumerate(ways):
+        leaving.setdefault(out, {}).setdefault(into, []).append(index)
+    phases = [0.0] * len(routes)
+    for out, arriving in leaving.items():
+        turn = numbers[0][out] * len(numbers[1]) // len(numbers[0])
+        places = []
+        for into, indices in arriving.items():
+            turned = (numbers[1][into] - turn) % len(numbers[1])
+            ordered = _diagonally(indices, routes)
+            places += [((place + 0.5) / len(ordered), turned, index) for place, index in enumerate(ordered)]
+        for number, (_, _, index) in enumerate(sorted(places)):
+            phases[index] = number / len(places)
+    return phases
+
+
+def _diagonally(indices: Sequence[int], routes: Sequence[Route]) -> list[int]:
+    """Routes between the same two NICs, so that neighbours have other roots and other receivers where they can."""
+    pairs = [(routes[index].root, routes[index].hops[0].receiver) for index in indices]
+    numbers = [{rank: number for number, rank in enumerate(sorted(set(side)))} for side in zip(*pairs, strict=True)]
+    keys = [((numbers[1][into] - numbers[0][out]) % len(numbers[1]), out) for out, into in pairs]
+    return [index for _, index in sorted(zip(keys, indices, strict=True))]
 
 
 def _parcels(plan: TransferPlan, payloads: Sequence[Sequence[Stack]]) -> tuple[Parcels, Ints]:
