@@ -74,15 +74,15 @@ class _Vote:
         Returns nothing when all agree, and else the values and their ranks, if this rank was the one to compare.
         """
         for topic, value in (*self.reports.items(), (self.topic, self.value)):
-            store.set(f"{topic}/{self.rank}", encode(value))
+            store.set(f"{topic}/{self.rank}", encode(value))  # type: ignore[arg-type]  # the stub knows text only
         if store.add(self.count, 1) < self.world_size:
             store.wait([self.told(self.rank)], longest)
             return []
         everyone = range(self.world_size)
-        found = store.multi_get([f"{self.topic}/{rank}" for rank in everyone])  # type: ignore[attr-defined]
+        found = store.multi_get([f"{self.topic}/{rank}" for rank in everyone])
         groups = _groups([decode(value) for value in found])
         if len(groups) > 1:
-            store.set(self.verdict, encode(groups))
+            store.set(self.verdict, encode(groups))  # type: ignore[arg-type]
             return groups
         store.multi_set([self.told(rank) for rank in everyone], ["yes"] * self.world_size)  # type: ignore[attr-defined]
         return []
