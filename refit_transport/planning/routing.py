@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fnmatch import translate
 from typing import Literal
 
-from refit_transport.layout.manifest import Manifest
+from refit_transport.layout.manifest import Manifest, PieceColumns
 
 Coverage = Literal["ffn", "all"]
 RESHARD = "nccl_reshard"
@@ -72,7 +72,9 @@ def route_tensors(
     carries everything. A tensor that a target rank can only take whole goes by `gather_broadcast` in any case.
     """
     opaque = {o.tensor: o.reason for manifest in reversed(target.ranks) for o in manifest.opaque}
-    needed = {piece.tensor for manifest in target.ranks for piece in manifest.pieces} | opaque.keys()
+    # Replicas share one sequence of pieces.
+    distinct = {id(manifest.pieces): manifest.pieces for manifest in target.ranks}.values()
+    needed = opaque.keys() | {name for pieces in distinct for name in PieceColumns.of(pieces).held()}
     routes = []
     for name in (spec.name for spec in target.tensors if spec.name in needed):
         if name in opaque:

@@ -54,7 +54,7 @@ def test_unknown_dtype_schema_and_garbage_are_refused():
     with pytest.raises(LayoutError, match="manifest schema"):
         manifest_from_json({**value, "schema": 99})
     with pytest.raises(LayoutError, match="malformed"):
-        manifest_from_json({**value, "pieces": [[7, [], 0, 0, []]]})
+        manifest_from_json({**value, "rows": [[7], [0], [0], [0], [0]]})
     with pytest.raises(LayoutError, match="compressed JSON"):
         decode(b"garbage")
     with pytest.raises(LayoutError, match="compressed JSON"):
