@@ -159,10 +159,6 @@ class PieceColumns(Sequence[Piece]):
         """The index of each piece's box."""
         return self.rows[:, 1]
 
-    def held(self) -> set[str]:
-        """The names of the tensors that there are pieces of."""
-        return {self.tensors[index] for index in np.unique(self.tensor).tolist()}
-
     def check(self) -> None:
         """Proves that what the rows refer to is there, once, and that boxes and strides have as many dims.
 
@@ -211,6 +207,12 @@ class RankManifest:
         for field in fields(self):
             object.__setattr__(copy, field.name, rank if field.name == "rank" else getattr(self, field.name))
         return copy
+
+    def held(self) -> set[str]:
+        """The names of the tensors that there are pieces of."""
+        if isinstance(self.pieces, PieceColumns):
+            return {self.pieces.tensors[index] for index in np.unique(self.pieces.tensor).tolist()}
+        return {piece.tensor for piece in self.pieces}
 
     def __post_init__(self) -> None:
         shapes = {spec.name: spec.shape for spec in self.tensors}

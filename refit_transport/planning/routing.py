@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fnmatch import translate
 from typing import Literal
 
-from refit_transport.layout.manifest import Manifest, PieceColumns
+from refit_transport.layout.manifest import Manifest
 
 Coverage = Literal["ffn", "all"]
 RESHARD = "nccl_reshard"
@@ -73,8 +73,8 @@ def route_tensors(
     """
     opaque = {o.tensor: o.reason for manifest in reversed(target.ranks) for o in manifest.opaque}
     # Replicas share one sequence of pieces.
-    distinct = {id(manifest.pieces): manifest.pieces for manifest in target.ranks}.values()
-    needed = opaque.keys() | {name for pieces in distinct for name in PieceColumns.of(pieces).held()}
+    distinct = {id(manifest.pieces): manifest for manifest in target.ranks}.values()
+    needed = opaque.keys() | {name for manifest in distinct for name in manifest.held()}
     routes = []
     for name in (spec.name for spec in target.tensors if spec.name in needed):
         if name in opaque:
