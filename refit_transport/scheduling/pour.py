@@ -133,7 +133,7 @@ def divide(stream: Stream, weights: Sequence[int]) -> list[Stream]:
         cut = starts[part]
         if part < len(rows):
             cut += _nearest_cut(rows[part], row_bytes[part], edge - (ends[part] - rows[part] * row_bytes[part]))
-        cuts.append(max(cut, cuts[-1]))
+        cuts.append(cut)
     fine = stream.split(cuts)
     bounds = np.searchsorted(fine.starts, [*cuts, starts[-1]]).tolist()
     return [fine[start:stop] for start, stop in pairwise(bounds)]

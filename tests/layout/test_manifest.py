@@ -163,6 +163,9 @@ def test_columns_are_a_sequence_of_the_same_pieces(pair):
         assert [columns[index] for index in range(-len(pieces), len(pieces))] == [*pieces, *pieces]
         assert columns[1:] == pieces[1:]
         assert PieceColumns.of(columns) is columns
+        # The wire counts tensors as the manifest lists them.
+        turned = dataclasses.replace(ranked, tensors=ranked.tensors[::-1], pieces=columns)
+        assert manifest_from_json(manifest_to_json(turned)) == turned
         again = dataclasses.replace(ranked, pieces=columns)
         assert (again, again.held()) == (ranked, ranked.held())
 
