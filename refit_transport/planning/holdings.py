@@ -10,7 +10,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from refit_transport.layout.manifest import Manifest, PieceColumns, RankManifest
+from refit_transport.layout.manifest import Manifest, Piece, PieceColumns, RankManifest
 from refit_transport.layout.region import merge_boxes
 from refit_transport.planning.overlap import Boxes
 
@@ -55,7 +55,7 @@ class HoldingIndex:
         for ranked in manifest.ranks:
             replicas.setdefault(id(ranked.pieces), []).append(ranked)
         groups = [
-            _Group(PieceColumns.of(same[0].pieces), tuple(ranked.rank for ranked in same)) for same in replicas.values()
+            _Group(_columns(same[0].pieces, names), tuple(ranked.rank for ranked in same)) for same in replicas.values()
         ]
         kinds, kind = _kinds(groups, {name: index for index, name in enumerate(chosen)})
         merged: dict[tuple[Corners, ...], Sequence[Corners]] = {}
@@ -75,6 +75,13 @@ class HoldingIndex:
 def corners_to_array(boxes: Sequence[Corners], dims: int) -> Boxes:
     """Boxes as an int64 array of shape [n, max(dims, 1), 2]."""
     return np.array([box or ((0, 1),) for box in boxes], dtype=np.int64).reshape(-1, max(dims, 1), 2)
+
+
+def _columns(pieces: Sequence[Piece], names: Container[str] | None) -> PieceColumns:
+    """The pieces as columns; where columns must be made, only of the named tensors."""
+    if names is not None and not isinstance(pieces, PieceColumns):
+        pieces = [piece for piece in pieces if piece.tensor in names]
+    return PieceColumns.of(pieces)
 
 
 @dataclass(frozen=True, slots=True)
