@@ -6,7 +6,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any, Literal, Self, get_args
 
 import torch
@@ -18,7 +18,7 @@ from refit_transport.fabrics.base import Fabric, Phase, Spent
 from refit_transport.fabrics.deadline import Deadline
 from refit_transport.fabrics.rendezvous import ControlChannel
 from refit_transport.layout.manifest import Manifest, RankManifest
-from refit_transport.layout.wire import canonical_json, manifest_from_json, manifest_to_json
+from refit_transport.layout.wire import ManifestReader, part_digests, shared_parts
 from refit_transport.memory import check_apart
 from refit_transport.places import Place, place_here, topology_of
 from refit_transport.refit_plan import RefitPlan
@@ -48,7 +48,7 @@ class RefitSession:
         self._seconds: dict[str, float] = {}
         self._spent = Spent()
         self._verified = 0
-        self._forms: dict[tuple[str, str], str] = {}
+        self._forms: dict[tuple[str, str], tuple[torch.dtype, torch.Size, tuple[int, ...]]] = {}
         self._attempts = 0
         self._topics: tuple[str, ...] = ()
         # What this rank published for the present attempt, the last one, and the one before.
@@ -225,10 +225,13 @@ class RefitSession:
         for role, side in (("source", self._endpoint.source), ("target", self._endpoint.target)):
             buffers[role] = {} if side is None else side.buffers()
             for name, tensor in buffers[role].items():
-                form = f"{tensor.dtype} {list(tensor.shape)} strides {list(tensor.stride())}"
+                form = (tensor.dtype, tensor.shape, tensor.stride())
                 known = self._forms.setdefault((role, name), form)
                 if form != known:
-                    raise LayoutError(name, self._channel.rank, f"{known}, as at the first refit", form)
+                    before, now = (
+                        f"{dtype} {list(shape)} strides {list(stride)}" for dtype, shape, stride in (known, form)
+                    )
+                    raise LayoutError(name, self._channel.rank, f"{before}, as at the first refit", now)
         check_apart(buffers["source"], buffers["target"], rank=self._channel.rank)
 
     def _rank_report(self) -> RankReport:
@@ -316,12 +319,12 @@ def _exchange(
     is_idle = source is None and target is None and rank != 0
     if source is not None:
         own_source = source.manifest(rank)
-        channel.publish("manifest/source", manifest_to_json(own_source))
+        _publish_manifest(channel, own_source)
     if not is_idle:
         held = Manifest.of(_manifests(channel, "manifest/source", sources, deadline))
     if target is not None:
         own_target = target.manifest(rank, held.tensors)
-        channel.publish("manifest/target", manifest_to_json(own_target))
+        _publish_manifest(channel, own_target)
     if not is_idle:
         wanted = Manifest.of(_manifests(channel, "manifest/target", targets, deadline))
     # Only now, because a target has its buffers after its manifest.
@@ -334,12 +337,15 @@ def _exchange(
     return job, Endpoint(rank, source, own_source, target, own_target)
 
 
+def _publish_manifest(channel: ControlChannel, manifest: RankManifest) -> None:
+    """Parts that other ranks have too are in the store once, before the manifest that names them."""
+    value, parts = shared_parts(manifest)
+    channel.share(parts)
+    channel.publish(f"manifest/{manifest.role}", value)
+
+
 def _manifests(channel: ControlChannel, topic: str, ranks: Sequence[int], deadline: Deadline) -> Iterator[RankManifest]:
-    """Replicas publish the same but for their rank; what is equal is decoded once and shared."""
-    known: dict[str, RankManifest] = {}
-    for value in channel.collect(topic, ranks, deadline=deadline):
-        number = value.pop("rank", -1)
-        key = canonical_json(value)
-        if key not in known:
-            known[key] = manifest_from_json({**value, "rank": number})
-        yield replace(known[key], rank=number)
+    """What is equal is read and decoded once, and is one object."""
+    values = channel.collect(topic, ranks, deadline=deadline)
+    reader = ManifestReader(channel.shared(digest for value in values for digest in part_digests(value)))
+    return map(reader.manifest, values)

@@ -19,7 +19,7 @@ from refit_transport.layout.wire import decode, encode
 
 T = TypeVar("T")
 
-_FAILURE = "failure"
+_FAILURE, _PART = "failure", "part"
 # An answer takes a millisecond, or much longer where all cores are busy; a short timeout isn't meant for it.
 _LEAST_PATIENCE_S = 1.0
 # Whoever waits for a value looks this often whether another rank has failed.
@@ -167,6 +167,27 @@ class ControlChannel:
             TransferError: another rank reported a failure meanwhile.
         """
         return self._wait(topic, list(ranks), deadline)
+
+    def share(self, parts: Mapping[str, bytes]) -> None:
+        """Makes data that other ranks may have too visible to all, by its digest."""
+        for key, data in parts.items():
+            name = f"{_PART}/{key}"
+            if not self._ask(_PART, self._store.check, [name]):
+                self._ask(_PART, self._store.set, name, data)
+
+    def shared(self, digests: Iterable[str]) -> dict[str, bytes]:
+        """What was shared under these digests, by them, before anything was published that names them.
+
+        Raises:
+            TransferError: nobody has shared one of them.
+        """
+        keys = list(dict.fromkeys(digests))
+        names = [f"{_PART}/{key}" for key in keys]
+        if not names:
+            return {}
+        if not self._ask(_PART, self._store.check, names):
+            raise TransferError(self.rank, -1, _PART, "", "a part that a rank's manifest names was never shared")
+        return dict(zip(keys, self._ask(_PART, self._store.multi_get, names), strict=True))
 
     def agree(
         self, what: str, value: str | None, *, deadline: Deadline, reports: Mapping[str, Any] | None = None

@@ -8,10 +8,9 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from refit_transport.planning.overlap import Boxes
 from refit_transport.planning.plan import Ints, TransferPlan
 from refit_transport.scheduling.demands import deduplicate, demands_of, separate, split_copies, split_local
-from refit_transport.scheduling.pour import Stack, aligned, pack, streams_of
+from refit_transport.scheduling.pour import Stacks, Stream, aligned, pack, streams_of
 from refit_transport.scheduling.routes import Flow, Route
 from refit_transport.scheduling.schedule import Hops, Parcels, Payloads, Schedule
 from refit_transport.scheduling.senders import Choices, choose_routes
@@ -78,26 +77,29 @@ def schedule_flows(plan: TransferPlan, flows: Iterable[Flow], topology: Topology
     All routes progress alike: the k-th of a route's n payloads comes at the fraction (k + p) / n of the schedule. So at
     any time every NIC has done about the same part of its work; see `_phases` for p.
     """
-    streams = streams_of(plan, flows, bucket_bytes=bucket_bytes)
+    stacks = Stacks.of(plan, most_bytes=max(1, bucket_bytes // 8))
+    streams = streams_of(plan, stacks, flows)
     routes = list(streams)
-    carried = [sum(stack.nbytes for stack in streams[route]) for route in routes]
+    carried = [int(stream.nbytes.sum()) for stream in streams.values()]
     busiest = _busiest_nic(routes, carried, topology)
-    payloads: list[list[Stack]] = []
+    # Numbered route by route; columns of parcels, and of payloads.
+    parts: list[Stream] = []
+    payload_of: list[Ints] = []
     route_of: list[int] = []
     progress: list[float] = []
-    for index, (route, phase) in enumerate(zip(routes, _phases(routes, topology), strict=True)):
+    phases = _phases(routes, topology)
+    for index, (route, stream) in enumerate(streams.items()):
         least = _FORWARDED_PAYLOADS if _forwards(route, topology) else _PAYLOADS
-        most = min(bucket_bytes, max(_LEAST_PAYLOAD, busiest // least))
-        packed = list(pack(streams[route], bucket_bytes=most))
-        payloads += packed
-        route_of += [index] * len(packed)
-        progress += [(number + phase) / len(packed) for number in range(len(packed))]
+        cuts = pack(stream, bucket_bytes=min(bucket_bytes, max(_LEAST_PAYLOAD, busiest // least)))
+        packed = stream.split(cuts)
+        parts.append(packed)
+        payload_of.append(np.searchsorted(cuts, packed.starts[:-1], side="right") - 1 + len(route_of))
+        route_of += [index] * len(cuts)
+        progress += [(number + phases[index]) / len(cuts) for number in range(len(cuts))]
     order = np.lexsort((np.array(route_of, dtype=np.int64), np.array(progress)))
-    ordered = [payloads[row] for row in order.tolist()]
-    parcels, size = _parcels(plan, ordered)
+    parcels, size, first = _parcels(plan, stacks, parts, payload_of, order)
     hops, first_hop = _hops(routes, np.array(route_of, dtype=np.int64)[order], topology)
-    first = np.concatenate(([0], np.cumsum([len(payload) for payload in ordered]))).astype(np.int64)
-    nbytes = np.add.reduceat(parcels.nbytes(), first[:-1]) if len(ordered) else np.zeros(0, dtype=np.int64)
+    nbytes = np.add.reduceat(parcels.nbytes(), first[:-1]) if len(order) else np.zeros(0, dtype=np.int64)
     return Schedule(parcels, Payloads(size, nbytes, first, first_hop), hops)
 
 
@@ -157,26 +159,27 @@ def _diagonally(indices: Sequence[int], routes: Sequence[Route]) -> list[int]:
     return [index for _, index in sorted(zip(keys, indices, strict=True))]
 
 
-def _parcels(plan: TransferPlan, payloads: Sequence[Sequence[Stack]]) -> tuple[Parcels, Ints]:
-    """The columns of all parcels, and each payload's size."""
-    rows: list[tuple[int, int, int, int, int]] = []
-    boxes: list[Boxes] = []
-    sizes = []
-    for payload in payloads:
-        end = 0
-        for stack in payload:
-            offset = aligned(end)
-            first = int(stack.box[stack.dim, 0]) + stack.first
-            rows.append((stack.atom, offset, stack.dim, first, first + stack.rows))
-            boxes.append(stack.box)
-            end = offset + stack.nbytes
-        sizes.append(end)
-    atom, offsets, dim, start, stop = np.array(rows, dtype=np.int64).reshape(-1, 5).T
-    box = np.stack(boxes) if boxes else np.zeros((0, plan.lo.shape[1], 2), dtype=np.int64)
-    each = np.arange(len(box))
-    box[each, dim, 0], box[each, dim, 1] = start, stop
-    parcels = Parcels(plan.tensors, plan.tensor[atom], box[:, :, 0], box[:, :, 1], atom, offsets)
-    return parcels, np.array(sizes, dtype=np.int64)
+def _parcels(
+    plan: TransferPlan, stacks: Stacks, parts: Sequence[Stream], payload_of: Sequence[Ints], order: Ints
+) -> tuple[Parcels, Ints, Ints]:
+    """The columns of all parcels with the payloads in this order, each payload's size, and its first parcel."""
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    payload = place[np.concatenate([np.zeros(0, dtype=np.int64), *payload_of])]
+    rows = np.argsort(payload, kind="stable")
+    first = np.searchsorted(payload[rows], np.arange(len(order) + 1))
+    none = Stream.of(stacks, np.zeros(0, dtype=np.int64))
+    stream = Stream.join([none, *parts])[rows]
+    padded = aligned(stream.nbytes)
+    end = np.cumsum(padded)
+    offset = end - padded - (end - padded)[first[:-1]][payload[rows]]
+    size = (offset + stream.nbytes)[first[1:] - 1]
+    atom, dim = stacks.atom[stream.stack], stacks.dim[stream.stack]
+    lo, hi = stacks.lo[stream.stack], stacks.hi[stream.stack]
+    each = np.arange(len(rows))
+    lo[each, dim] += stream.first
+    hi[each, dim] = lo[each, dim] + stream.rows
+    return Parcels(plan.tensors, plan.tensor[atom], lo, hi, atom, offset), size, first
 
 
 def _hops(routes: Sequence[Route], route_of: Ints, topology: Topology) -> tuple[Hops, Ints]:
