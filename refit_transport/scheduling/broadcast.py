@@ -15,6 +15,9 @@ from refit_transport.scheduling.topology import Topology
 
 ChainKind = Literal["nic", "single"]
 
+# A chain's payloads are this part of a bucket: small enough that a chain fills soon, large enough to cost little.
+_CHAIN_PAYLOADS = 2
+
 
 @dataclass(frozen=True, slots=True)
 class Chain:
@@ -107,7 +110,9 @@ def build_broadcast(plan: TransferPlan, topology: Topology, *, chains: ChainKind
         )
         for demand in demands
     ]
-    return schedule_flows(plan, flows, topology, bucket_bytes=bucket_bytes)
+    # A plan is a part of the whole here, so how many payloads a NIC has in it says nothing.
+    part = max(1, bucket_bytes // _CHAIN_PAYLOADS)
+    return schedule_flows(plan, flows, topology, bucket_bytes=part, least_payloads=(1, 1))
 
 
 def _others(ranks: Sequence[int], door: int) -> tuple[int, ...]:

@@ -69,10 +69,18 @@ def build_schedule(
     return schedule_flows(plan, flows, topology, bucket_bytes=bucket_bytes)
 
 
-def schedule_flows(plan: TransferPlan, flows: Iterable[Flow], topology: Topology, *, bucket_bytes: int) -> Schedule:
+def schedule_flows(
+    plan: TransferPlan,
+    flows: Iterable[Flow],
+    topology: Topology,
+    *,
+    bucket_bytes: int,
+    least_payloads: tuple[int, int] = (_PAYLOADS, _FORWARDED_PAYLOADS),
+) -> Schedule:
     """Cuts and packs what the flows carry, and orders the payloads (passes 5 and 6).
 
-    Payloads have at most `bucket_bytes`, and less where the busiest NIC has few of them.
+    Payloads have at most `bucket_bytes`, and less where the busiest NIC would have fewer than `least_payloads`: of those
+    that go straight to where they are wanted, and of those that are forwarded over the network.
 
     All routes progress alike: the k-th of a route's n payloads comes at the fraction (k + p) / n of the schedule. So at
     any time every NIC has done about the same part of its work; see `_phases` for p.
@@ -89,7 +97,7 @@ def schedule_flows(plan: TransferPlan, flows: Iterable[Flow], topology: Topology
     progress: list[float] = []
     phases = _phases(routes, topology)
     for index, (route, stream) in enumerate(streams.items()):
-        least = _FORWARDED_PAYLOADS if _forwards(route, topology) else _PAYLOADS
+        least = least_payloads[_forwards(route, topology)]
         cuts = pack(stream, bucket_bytes=min(bucket_bytes, max(_LEAST_PAYLOAD, busiest // least)))
         packed = stream.split(cuts)
         parts.append(packed)
