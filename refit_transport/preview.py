@@ -89,7 +89,7 @@ class Preview:
             }
             for load in self.ranks
         ]
-        totals = {"network_bytes": self.summary.network_bytes, "received_bytes": self.summary.received_bytes}
+        totals = {key: getattr(self.summary, key) for key in ("shard_to_shard", "network_bytes", "received_bytes")}
         return {
             "summary": {**asdict(self.summary), **totals},
             "routes": [asdict(route) for route in self.routes],

@@ -119,6 +119,23 @@ class Case:
     dtype: str = "float32"
     model: Mapping[str, Any] = ()  # type: ignore[assignment]
 
+    @property
+    def row(self) -> dict[str, str]:
+        """What the support matrix calls this case."""
+        unusual = {key: value for key, value in dict(self.model).items() if key != "num_hidden_layers"}
+        names = [{"dense": "Qwen3", "moe": "Qwen3-MoE"}[self.kind], *(f"{k} {v}" for k, v in unusual.items())]
+        engines = f", {self.engines} engines" if self.engines > 1 else ""
+        target = f"TP{self.tensor}{' EP' if self.expert_parallel else ''}{engines}"
+        return {"architecture": ", ".join(names), "source": megatron_layout(self.train), "target": target}
+
+
+def megatron_layout(cut: MegatronParallelism) -> str:
+    """The sizes above 1, such as "TP2 EP2 ETP1"."""
+    etp = cut.expert_tensor if cut.expert_tensor != cut.tensor else 0
+    named = {"TP": cut.tensor, "PP": cut.pipeline, "VPP": cut.virtual_pipeline, "EP": cut.expert}
+    sizes = [f"{name}{size}" for name, size in named.items() if size > 1] + ([f"ETP{etp}"] if etp else [])
+    return " ".join(sizes) or "TP1"
+
 
 class RunningCase:
     """One case on warm actor groups."""
