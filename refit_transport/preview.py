@@ -126,7 +126,7 @@ def preview(config: RefitConfig, *, announce: Announce) -> Preview:
         plan.routes,
         _loads(job, plan, list(plan.footprints.values())),
         {name: footprint.payloads for name, footprint in plan.footprints.items()},
-        _assumptions(config),
+        assumptions_of(config),
     )
 
 
@@ -163,7 +163,8 @@ def _assumed_places(config: RefitConfig) -> dict[int, Place]:
     return {rank: Place(f"node {rank // config.cluster.gpus_per_node}") for rank in range(config.cluster.ranks)}
 
 
-def _assumptions(config: RefitConfig) -> tuple[str, ...]:
+def assumptions_of(config: RefitConfig) -> tuple[str, ...]:
+    """What a plan from presets rests on."""
     found = [_ENGINE_DECIDES]
     if config.domains() is None:
         node = config.cluster.gpus_per_node

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from refit_transport.fabrics.binding import Binding
 from refit_transport.fabrics.deadline import Deadline
 from refit_transport.fabrics.slots import SlotSizes
 from refit_transport.layout.manifest import Manifest, RankManifest, RankRole
+from refit_transport.planning.plan import TransferPlan
 from refit_transport.scheduling.schedule import Schedule, Traffic
 from refit_transport.scheduling.topology import Topology
 from refit_transport.sources.base import Source
@@ -90,6 +91,19 @@ class Footprint:
     staging_bytes: Mapping[int, int]
 
 
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """One part of what a transport does: atoms, and the schedule that delivers them.
+
+    schedule: None where a native collective moves them. delivers: "shards" when the atoms fill the targets' own pieces,
+    "whole" when every target receives whole tensors, of which it takes its part.
+    """
+
+    plan: TransferPlan
+    schedule: Schedule | None
+    delivers: Literal["shards", "whole"]
+
+
 def slot_footprint(schedules: Sequence[Schedule], sizes: SlotSizes, ranks: Iterable[int]) -> Footprint:
     """The slots that schedules which run one after the other touch at most."""
     steps: dict[int, int] = dict.fromkeys(ranks, 0)
@@ -128,6 +142,9 @@ class Transport(Protocol):
 
     def footprint(self) -> Footprint:
         """What one refit needs besides the weights themselves."""
+
+    def legs(self) -> Iterable[Leg]:
+        """What it has planned, for explanations and verification. No element of a tensor is in two atoms."""
 
     def run(self, endpoint: Endpoint, fabric: Fabric, *, deadline: Deadline) -> Spent:
         """Delivers once. Collective: every rank of the job calls it, between its target's `begin` and `finish`."""
