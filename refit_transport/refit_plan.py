@@ -8,7 +8,7 @@ from functools import cached_property
 
 from refit_transport.layout.wire import digest
 from refit_transport.planning.plan import PlannedTensor
-from refit_transport.planning.planner import check_sides_agree
+from refit_transport.planning.planner import check_sides_agree, plan_transfer
 from refit_transport.planning.routing import route_tensors
 from refit_transport.report import PlanSummary
 from refit_transport.scheduling.schedule import Traffic
@@ -79,7 +79,15 @@ class RefitPlan:
         traffic = {name: transport.traffic() for name, transport in self.transports.items()}
         return PlanSummary.of(traffic, self.old_way, self.routes, self.tensor_bytes, unused)
 
+    @cached_property
     def verifier(self) -> Verifier:
-        """Over all tensors that the targets describe, whatever their transport."""
-        opaque = {o.tensor for ranked in self.job.target.ranks for o in ranked.opaque}
-        return Verifier(self.job.source, self.job.target, [r.tensor for r in self.routes if r.tensor not in opaque])
+        """Over all tensors that the targets describe, whatever their transport.
+
+        What goes shard to shard is compared in the boxes that travel. What arrives whole is cut anew, by both sides.
+        """
+        whole = {o.tensor: f"the target takes it whole: {o.reason}" for r in self.job.target.ranks for o in r.opaque}
+        legs = [leg for transport in self.transports.values() for leg in transport.legs() if leg.delivers == "shards"]
+        travelling = {tensor.name for leg in legs for tensor in leg.plan.tensors}
+        rest = [r.tensor for r in self.routes if r.tensor not in travelling and r.tensor not in whole]
+        plans = [leg.plan for leg in legs] + [plan_transfer(self.job.source, self.job.target, tensors=rest)]
+        return Verifier(plans, whole)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import numpy as np
@@ -67,6 +67,14 @@ class Endpoint:
         if self.target is None or self.target_manifest is None:
             return None
         return Binding.of(self.target_manifest, self.target.buffers())
+
+    def served_binding(self) -> Binding | None:
+        """The part of the target's manifest that is served as described, bound to its memory; at any time."""
+        if self.target is None or self.target_manifest is None:
+            return None
+        served = self.target.served()
+        pieces = tuple(piece for piece in self.target_manifest.pieces if piece.buffer in served)
+        return Binding.of(replace(self.target_manifest, pieces=pieces), served)
 
     def devices(self) -> dict[str, torch.device]:
         """The device of each buffer that a manifest's pieces point into; those that a refit makes are not there yet."""
