@@ -74,6 +74,18 @@ def added(*checksums: int) -> int:
     return sum(checksums) % (1 << 64)
 
 
+def weighted(numbers: Sequence[int], checksums: Sequence[int]) -> int:
+    """One checksum of boxes of different tensors, each weighted by a number of its own.
+
+    Without the weights, tensors of one shape that are swapped would add up to the same.
+
+    >>> weighted([0, 1], [5, 7]) == weighted([0, 1], [7, 5])
+    False
+    """
+    weights = (_hash(np.array(numbers, dtype=np.uint64)) | np.uint64(1)).tolist()
+    return added(*(weight * checksum for weight, checksum in zip(weights, checksums, strict=True)))
+
+
 def _rows(starts: Sequence[int], counts: Sequence[int], sizes: Sequence[int]) -> Words:
     """The global number of each row, shaped as the dims before the last."""
     found = np.zeros((), dtype=np.uint64)

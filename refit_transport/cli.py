@@ -223,6 +223,23 @@ def run(config: ConfigFile, *, overrides: Overrides = None, as_json: AsJson = Fa
 
 
 @app.command()
+def verify(config: ConfigFile, *, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Start the job, refit once, and prove by checksums that every engine serves the trainer's weights."""
+    checked = load(config, overrides)
+    from refit_transport.cli_verify import render_verified
+    from refit_transport.cluster.run import verify_job
+
+    with progress() as announce:
+        found = verify_job(checked, ray_address=os.environ.get("RAY_ADDRESS"), announce=announce)
+    if as_json:
+        print_json(found.to_json())
+    else:
+        for line in render_verified(found):
+            typer.echo(line)
+    found.after.require_equal()
+
+
+@app.command()
 def bench(
     *,
     lab: Annotated[bool, typer.Option("--lab", help="Refits in rate-limited network namespaces; needs root.")] = False,

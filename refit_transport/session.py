@@ -146,6 +146,8 @@ class RefitSession:
             raise VersionError(version, self.version)
         with self._guarded("transfer"):
             self._check_forms({} if self._endpoint.target is None else self._endpoint.target.buffers())
+            with self._timed("verify"):
+                self._verify_replicas(deadline)
             for transport in self._plan.transports.values():
                 self._spent.add(transport.run(self._endpoint, self._fabric, deadline=deadline))
             with self._timed("verify"):
@@ -221,6 +223,16 @@ class RefitSession:
         """Leaves the refit's group."""
         self._state = "closed"
         self._fabric.close()
+
+    def _verify_replicas(self, deadline: Deadline) -> None:
+        """Once, before any byte moves: a tensor that several source ranks hold must have one value."""
+        if self._settings.verify == "off" or self._attempts > 1:
+            return
+        shared = [atoms for atoms in self._plan.verifier.atoms(0, share="full") if len(atoms.holders) > 1]
+        found = self._compare(shared, self._endpoint.source_binding(), None, "before", deadline)
+        found.comparison(self.version, {}).require_equal()
+        self._channel.agree("the sources' replicas/before", None, deadline=deadline)
+        self._channel.forget(("checksums/before", "boxes/before"))
 
     def _verify(self, version: int, deadline: Deadline) -> None:
         if self._settings.verify == "off":

@@ -1,8 +1,8 @@
 """Checksums of logical boxes on both sides of a refit, compared without gathering anything.
 
-Boxes that the same ranks hold and the same ranks want are one *class*. A class's first holder publishes the sum of its
-boxes' checksums; its other holders and every rank that wants it compute their own from their own memory. Only where two
-sums differ does a rank look at the checksums of the single boxes.
+Boxes that the same ranks hold and the same ranks want are one *class*. A class's first holder publishes one sum of
+its boxes' checksums, each weighted by the box; its other holders and every rank that wants it compute their own from
+their own memory. Only where two sums differ does a rank look at the checksums of the single boxes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 import numpy as np
 import torch
 
-from refit_transport.checksum import added, box_checksum
+from refit_transport.checksum import added, box_checksum, weighted
 from refit_transport.errors import AgreementError, RefitTransportError, VerificationError
 from refit_transport.fabrics.binding import Binding, Part
 from refit_transport.fabrics.deadline import Deadline
@@ -179,7 +179,8 @@ def compare(
         mine = {str(a.number): held[a.number] for a in chosen if a.holders[0] == rank}
         # Whoever finds a difference reads these too, so they must be there first.
         channel.publish(f"boxes/{topic}", mine)
-        channel.publish(f"checksums/{topic}", {number: added(*sums) for number, sums in mine.items()})
+        totals_here = {str(a.number): weighted(a.rows, held[a.number]) for a in chosen if a.holders[0] == rank}
+        channel.publish(f"checksums/{topic}", totals_here)
     parts = channel.collect(f"checksums/{topic}", sources, deadline=deadline)
     totals = {int(number): total for part in parts for number, total in part.items()}
 
@@ -189,13 +190,14 @@ def compare(
         return found_there
 
     for atoms in chosen:
-        if atoms.number in held and atoms.holders[0] != rank and added(*held[atoms.number]) != totals[atoms.number]:
+        total = totals[atoms.number]
+        if atoms.number in held and atoms.holders[0] != rank and weighted(atoms.rows, held[atoms.number]) != total:
             copies = [[checksum] for checksum in held[atoms.number]]
             found.add_differences("replica", atoms, copies, in_detail(atoms), rank)
         if target is not None and rank in atoms.wanters:
             copies = [_served_checksums(target, atoms, row) for row in atoms.rows]
             found.add_compared(atoms, copies, rank)
-            if not _add_up(copies, totals[atoms.number]):
+            if not _add_up(atoms, copies, total):
                 found.add_differences("target", atoms, copies, in_detail(atoms), rank)
     return found
 
@@ -256,12 +258,13 @@ class Findings:
         )
 
 
-def _add_up(copies: Sequence[Sequence[int]], total: int) -> bool:
+def _add_up(atoms: Atoms, copies: Sequence[Sequence[int]], total: int) -> bool:
     """Whether all boxes are there and every copy of them has the sum."""
     if not all(copies):
         return False
     most = max(map(len, copies))
-    return all(added(*(found[min(copy, len(found) - 1)] for found in copies)) == total for copy in range(most))
+    nth = ([found[min(copy, len(found) - 1)] for found in copies] for copy in range(most))
+    return all(weighted(atoms.rows, sums) == total for sums in nth)
 
 
 def _held_checksums(binding: Binding, atoms: Atoms) -> list[int]:

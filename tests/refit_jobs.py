@@ -106,6 +106,22 @@ class TestPolicy(PolicyWorker):
         return export(self._chunks, vocab=self._model.vocab)
 
 
+class TestGeneration(GenerationWorker):
+    """A generation worker that can be corrupted."""
+
+    __test__ = False
+
+    def flip(self, rank: int, parameter: str) -> None:
+        """Changes the lowest bit of the first element of one rank's live parameter."""
+        if rank == self.rank:
+            self._llm.collective_rpc(_flip, args=(parameter,))
+
+
+def _flip(worker: Any, parameter: str) -> None:
+    found = dict(worker.model_runner.get_model().named_parameters())[parameter]
+    found.data.view(-1)[:1].view(torch.uint8)[0] ^= 1
+
+
 @dataclass(frozen=True)
 class Case:
     """A model, how it is trained, and how it is served."""
@@ -167,7 +183,7 @@ class RunningCase:
         for engine in self.engines:
             host, port = engine.address(ports, host=LOOPBACK)
             own = {"world_size": engine.count, "host": host, "port": port, "config": config}
-            pending.append(engine.build(GenerationWorker, [{"rank": r, **own} for r in range(engine.count)]))
+            pending.append(engine.build(TestGeneration, [{"rank": r, **own} for r in range(engine.count)]))
         collect(pending, timeout_s=TIMEOUT_S)
 
     def settings(self, **changes: Any) -> RefitSettings:

@@ -208,6 +208,34 @@ def test_each_copy_of_a_tied_tensor_is_compared():
     assert run_ranks(2, rank_main) == [[0, 1, 1]] * 2
 
 
+def test_tensors_of_one_shape_that_are_swapped_are_told_apart():
+    """Gate and up projections: the same places, ranks and boxes."""
+    names, shape = ("gate", "up"), (4, 6)
+    pieces = tuple(Piece(name, Box.full(shape), name, 0, (6, 1)) for name in names)
+    specs = tuple(TensorSpec(name, shape, "float32") for name in names)
+    source, target = (
+        Manifest.of([RankManifest(rank, role, specs, pieces)]) for rank, role in enumerate(("source", "target"))
+    )
+    held = HeldSide.of(source, {name: coordinate_tensor(name, shape, "float32") for name in names})
+    wanted = HeldSide.of(target)
+
+    def rank_main(channel):
+        session = RefitSession.prepare(
+            channel,
+            settings=RefitSettings(coverage="all", verify="full", timeout_s=20.0) if channel.rank == 0 else None,
+            source=HeldSource(held.bindings[0]) if channel.rank == 0 else None,
+            target=HeldTarget(wanted.bindings[1]) if channel.rank == 1 else None,
+        )
+        session.run(1)
+        if channel.rank == 1:
+            buffers = wanted.bindings[1].buffers
+            buffers["gate"], buffers["up"] = buffers["up"], buffers["gate"]
+        found = session.compare()
+        return found.differing, {difference.tensor for difference in found.first}
+
+    assert run_ranks(2, rank_main) == [(2, set(names))] * 2
+
+
 def test_it_is_not_for_the_middle_of_a_refit():
     cluster = Cluster(refit_settings())
 
