@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 LOCK := requirements/cpu.txt
+RECORDS := tests/results/support
 
 # pip writes nothing but progress to the terminal, and never asks.
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -38,8 +39,11 @@ format: $(VENV)/.installed ## Format and fix what can be fixed mechanically
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-nightly: check ## All tests, also those that CI leaves out, with many more random examples
-	$(BIN)/python -m pytest -m "nightly or not nightly" --hypothesis-profile=nightly
+# Records start anew, so that nothing is listed that was not run; a failed test is listed as failed.
+nightly: check ## All tests, also those that CI leaves out, with many more random examples; writes docs/support.md
+	rm -rf $(RECORDS)
+	$(BIN)/python -m pytest -m "nightly or not nightly" --hypothesis-profile=nightly --support-records $(RECORDS); \
+	  status=$$?; $(BIN)/python tests/support_matrix.py $(RECORDS) docs/support.md && exit $$status
 
 clean: ## Remove the environment, the caches and the demo's output
 	rm -rf $(VENV) demo-output bench-output build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -133,6 +133,30 @@ def plan(config: ConfigFile, *, overrides: Overrides = None, as_json: AsJson = F
 
 
 @app.command()
+def explain(
+    config: ConfigFile,
+    *,
+    param: Annotated[
+        str | None, typer.Option("--param", metavar="PATTERN", help="Only these: a glob on names, or re:REGEX.")
+    ] = None,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say of each parameter how it goes, between which ranks, in which boxes, and why; nothing is started."""
+    checked = load(config, overrides)
+    from refit_transport.cli_explain import explain_config, render_explained
+
+    with progress() as announce:
+        found = explain_config(checked, param, announce=announce)
+    if as_json:
+        # On one line: of a model of full size it has a hundred thousands of ways.
+        typer.echo(json.dumps(found.to_json()))
+    else:
+        for line in render_explained(found):
+            typer.echo(line)
+
+
+@app.command()
 def simulate(
     model: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="A model that ships, or a folder or config.json of one.")
@@ -196,6 +220,23 @@ def run(config: ConfigFile, *, overrides: Overrides = None, as_json: AsJson = Fa
         print_json(report_of(rounds))
     else:
         show_end(rounds, console)
+
+
+@app.command()
+def verify(config: ConfigFile, *, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Start the job, refit once, and prove by checksums that every engine serves the trainer's weights."""
+    checked = load(config, overrides)
+    from refit_transport.cli_verify import render_verified
+    from refit_transport.cluster.run import verify_job
+
+    with progress() as announce:
+        found = verify_job(checked, ray_address=os.environ.get("RAY_ADDRESS"), announce=announce)
+    if as_json:
+        print_json(found.to_json())
+    else:
+        for line in render_verified(found):
+            typer.echo(line)
+    found.after.require_equal()
 
 
 @app.command()

@@ -197,7 +197,7 @@ class VersionError(_FieldError):
 
 @dataclass(eq=False)
 class VerificationError(_FieldError):
-    """What a target serves differs from what the source holds."""
+    """What a target serves differs from what the source holds, or (`source_rank` -1) from what its own weights give."""
 
     tensor: str
     box: str
@@ -206,9 +206,10 @@ class VerificationError(_FieldError):
     version: int
 
     def message(self) -> str:
+        held = f"source rank {self.source_rank}" if self.source_rank >= 0 else "what this rank's weights give"
         return (
             f"verification of version {self.version}: tensor {self.tensor}, box {self.box} on target rank "
-            f"{self.target_rank} differs from source rank {self.source_rank}"
+            f"{self.target_rank} differs from {held}"
         )
 
 

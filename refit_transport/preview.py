@@ -89,7 +89,7 @@ class Preview:
             }
             for load in self.ranks
         ]
-        totals = {"network_bytes": self.summary.network_bytes, "received_bytes": self.summary.received_bytes}
+        totals = {key: getattr(self.summary, key) for key in ("shard_to_shard", "network_bytes", "received_bytes")}
         return {
             "summary": {**asdict(self.summary), **totals},
             "routes": [asdict(route) for route in self.routes],
@@ -126,7 +126,7 @@ def preview(config: RefitConfig, *, announce: Announce) -> Preview:
         plan.routes,
         _loads(job, plan, list(plan.footprints.values())),
         {name: footprint.payloads for name, footprint in plan.footprints.items()},
-        _assumptions(config),
+        assumptions_of(config),
     )
 
 
@@ -163,7 +163,8 @@ def _assumed_places(config: RefitConfig) -> dict[int, Place]:
     return {rank: Place(f"node {rank // config.cluster.gpus_per_node}") for rank in range(config.cluster.ranks)}
 
 
-def _assumptions(config: RefitConfig) -> tuple[str, ...]:
+def assumptions_of(config: RefitConfig) -> tuple[str, ...]:
+    """What a plan from presets rests on."""
     found = [_ENGINE_DECIDES]
     if config.domains() is None:
         node = config.cluster.gpus_per_node

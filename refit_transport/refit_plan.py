@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import cached_property
 
 from refit_transport.layout.wire import digest
-from refit_transport.planning.planner import check_sides_agree
+from refit_transport.planning.plan import PlannedTensor
+from refit_transport.planning.planner import check_sides_agree, plan_transfer
 from refit_transport.planning.routing import route_tensors
 from refit_transport.report import PlanSummary
 from refit_transport.scheduling.schedule import Traffic
@@ -60,14 +62,32 @@ class RefitPlan:
         """What gathering and broadcasting every tensor would move."""
         return broadcast_traffic(self.job, [route.tensor for route in self.routes])
 
+    @cached_property
+    def tensor_bytes(self) -> dict[str, int]:
+        """The bytes of each tensor that some target needs, in the dtype that the wire carries."""
+        held = {spec.name: spec for spec in self.job.source.tensors}
+        wanted = {spec.name: spec for spec in self.job.target.tensors}
+        return {
+            name: math.prod(spec.shape) * PlannedTensor(name, spec.shape, held[name].dtype, spec.dtype).wire_bytes
+            for name, spec in ((route.tensor, wanted[route.tensor]) for route in self.routes)
+        }
+
     def summary(self) -> PlanSummary:
         """The planned bytes beside those of `old_way`."""
         names = {route.tensor for route in self.routes}
         unused = [spec.name for spec in self.job.source.tensors if spec.name not in names]
         traffic = {name: transport.traffic() for name, transport in self.transports.items()}
-        return PlanSummary.of(traffic, self.old_way, self.routes, unused)
+        return PlanSummary.of(traffic, self.old_way, self.routes, self.tensor_bytes, unused)
 
+    @cached_property
     def verifier(self) -> Verifier:
-        """Over all tensors that the targets describe, whatever their transport."""
-        opaque = {o.tensor for ranked in self.job.target.ranks for o in ranked.opaque}
-        return Verifier(self.job.source, self.job.target, [r.tensor for r in self.routes if r.tensor not in opaque])
+        """Over all tensors that the targets describe, whatever their transport.
+
+        What goes shard to shard is compared in the boxes that travel. What arrives whole is cut anew, by both sides.
+        """
+        whole = {o.tensor: f"the target takes it whole: {o.reason}" for r in self.job.target.ranks for o in r.opaque}
+        legs = [leg for transport in self.transports.values() for leg in transport.legs() if leg.delivers == "shards"]
+        travelling = {tensor.name for leg in legs for tensor in leg.plan.tensors}
+        rest = [r.tensor for r in self.routes if r.tensor not in travelling and r.tensor not in whole]
+        plans = [leg.plan for leg in legs] + [plan_transfer(self.job.source, self.job.target, tensors=rest)]
+        return Verifier(plans, whole)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
@@ -37,18 +37,22 @@ class RankReport:
 
 @dataclass(frozen=True, slots=True)
 class TransportReport:
-    """What one transport carried: number of tensors, and payload bytes over the network, inside domains, and copied."""
+    """What one transport carries: number of tensors, and payload bytes over the network, inside domains, and copied.
+
+    `model_bytes` are those of its tensors, each element once however many ranks need it.
+    """
 
     name: str
     tensors: int
+    model_bytes: int
     network_bytes: int
     local_bytes: int
     copied_bytes: int
 
     @classmethod
-    def of(cls, name: str, tensors: int, traffic: Traffic) -> Self:
-        """From a transport's planned traffic."""
-        return cls(name, tensors, traffic.network, traffic.local, sum(traffic.copied.values()))
+    def of(cls, name: str, sizes: Collection[int], traffic: Traffic) -> Self:
+        """From its tensors' bytes and a transport's planned traffic."""
+        return cls(name, len(sizes), sum(sizes), traffic.network, traffic.local, sum(traffic.copied.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +76,10 @@ class PlanSummary:
         traffic: Mapping[str, Traffic],
         old_way: Traffic,
         routes: Sequence[Route],
+        sizes: Mapping[str, int],
         unused: Sequence[str],
     ) -> Self:
-        """Sums the transports' traffic; `traffic` is by transport name."""
+        """Sums the transports' traffic, which is by transport name; `sizes` are tensors' bytes on the wire."""
         whole: dict[str, list[str]] = defaultdict(list)
         received: dict[int, int] = defaultdict(int)
         for route in routes:
@@ -84,15 +89,21 @@ class PlanSummary:
             for by_rank in (part.network_received, part.local_received):
                 for rank, nbytes in by_rank.items():
                     received[rank] += nbytes
-        count = {name: sum(route.transport == name for route in routes) for name in traffic}
+        carried = {name: [sizes[route.tensor] for route in routes if route.transport == name] for name in traffic}
         return cls(
-            tuple(TransportReport.of(name, count[name], part) for name, part in traffic.items()),
+            tuple(TransportReport.of(name, carried[name], part) for name, part in traffic.items()),
             dict(sorted(received.items())),
             old_way.network,
             old_way.network + old_way.local,
             {reason: tuple(names) for reason, names in whole.items()},
             tuple(unused),
         )
+
+    @property
+    def shard_to_shard(self) -> float:
+        """The share of the model's bytes that goes from shard to shard, 0 to 1."""
+        everything = sum(part.model_bytes for part in self.transports)
+        return sum(part.model_bytes for part in self.transports if part.name == RESHARD) / max(1, everything)
 
     @property
     def network_bytes(self) -> int:
@@ -151,14 +162,14 @@ def render_notes(report: RefitReport) -> list[str]:
 def render_summary(summary: PlanSummary) -> Group:
     """The planned bytes as a table, and the reasons for what isn't sent shard-to-shard."""
     table = Table(title="Bytes of one refit by transport")
-    for column in ("transport", "tensors", "network", "inside domains", "copied"):
+    for column in ("transport", "tensors", "model", "network", "inside domains", "copied"):
         table.add_column(column, justify="left" if column == "transport" else "right")
     for part in summary.transports:
-        sizes = (part.network_bytes, part.local_bytes, part.copied_bytes)
+        sizes = (part.model_bytes, part.network_bytes, part.local_bytes, part.copied_bytes)
         table.add_row(part.name, str(part.tensors), *(sized(size) for size in sizes))
     table.add_section()
     local = summary.old_way_received_bytes - summary.old_way_network_bytes
-    table.add_row("gather_broadcast, all", "", sized(summary.old_way_network_bytes), sized(local), "")
+    table.add_row("gather_broadcast, all", "", "", sized(summary.old_way_network_bytes), sized(local), "")
     lines = [f"whole, {reason}: {_names(names)}" for reason, names in summary.whole.items()]
     if summary.unused:
         lines.append(f"not taken by any target: {_names(summary.unused)}")

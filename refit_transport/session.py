@@ -15,6 +15,7 @@ from refit_transport.config.settings import RefitSettings
 from refit_transport.connect import connect_fabric
 from refit_transport.errors import LayoutError, RefitTransportError, TransferError, VersionError
 from refit_transport.fabrics.base import Fabric, Phase, Spent
+from refit_transport.fabrics.binding import Binding
 from refit_transport.fabrics.deadline import Deadline
 from refit_transport.fabrics.rendezvous import ControlChannel
 from refit_transport.layout.manifest import Manifest, RankManifest
@@ -27,6 +28,7 @@ from refit_transport.scheduling.topology import Topology
 from refit_transport.sources.base import Source
 from refit_transport.targets.base import Target
 from refit_transport.transports.base import Endpoint, Job
+from refit_transport.verification import SAMPLED_SHARE, Atoms, Comparison, Findings, compare, compare_derived
 
 
 class RefitSession:
@@ -42,14 +44,13 @@ class RefitSession:
         self._channel, self._endpoint, self._plan, self._fabric = channel, endpoint, plan, fabric
         self._settings = plan.job.settings
         self._summary = plan.summary() if channel.rank == 0 else None
-        self._verifier = plan.verifier() if self._settings.verify != "off" else None
         # Counted in the report of the first refit.
         self._plan_seconds = 0.0
         self._seconds: dict[str, float] = {}
         self._spent = Spent()
         self._verified = 0
         self._forms: dict[tuple[str, str], tuple[torch.dtype, torch.Size, tuple[int, ...]]] = {}
-        self._attempts = 0
+        self._attempts = self._comparisons = 0
         self._topics: tuple[str, ...] = ()
         # What this rank published for the present attempt, the last one, and the one before.
         self._last_topics: tuple[str, ...] = ()
@@ -145,7 +146,7 @@ class RefitSession:
             agreement,
             announced,
             report,
-            *(f"{topic}/{self._attempts}" for topic in ("checksums", "replicas")),
+            *(f"{topic}/{self._attempts}" for topic in ("checksums", "boxes", "replicas")),
         )
         with self._guarded("transfer"):
             self._channel.publish(announced, version)
@@ -165,14 +166,19 @@ class RefitSession:
         self._state, self.version = "delivered", version
 
     def _deliver(self, version: int, deadline: Deadline) -> None:
-        self._check_forms()
+        target = self._endpoint.target
+        self._check_forms({} if target is None else target.buffers())
+        with self._timed("verify"):
+            self._verify_replicas(deadline)
         for transport in self._plan.transports.values():
             self._spent.add(transport.run(self._endpoint, self._fabric, deadline=deadline))
         with self._timed("verify"):
             self._verify(version, deadline)
-        if self._endpoint.target is not None:
+        if target is not None:
             with self._spent.timing("load"):
-                self._endpoint.target.finish()
+                target.finish()
+        with self._timed("verify"):
+            self._verify_derived(version)
 
     def finish(self) -> RefitReport | None:
         """Closes the refit, which every rank has delivered. Rank 0 returns the report."""
@@ -195,36 +201,99 @@ class RefitSession:
         self.transfer(version)
         return self.finish()
 
+    def compare(self) -> Comparison:
+        """Compares all that both sides hold now, without moving anything; every rank returns the same findings.
+
+        Collective, between refits: before the first, or after one's `finish`. What differs doesn't break the session.
+        """
+        self._require("idle", "compare")
+        self._comparisons += 1
+        topic, deadline = f"asked-{self._comparisons}", Deadline(self._settings.timeout_s)
+        with self._guarded("compare"):
+            verifier, target = self._plan.verifier, self._endpoint.target
+            served = self._endpoint.served_binding()
+            self._check_forms({} if served is None else served.buffers)
+            chosen = verifier.atoms(0, share="full")
+            own = self._compare(chosen, self._endpoint.source_binding(), served, topic, deadline)
+            parts = [own.comparison(self.version, verifier.unverified)]
+            if target is not None:
+                parts.append(compare_derived(target, self._channel.rank).comparison(self.version, {}))
+            self._channel.publish(f"found/{topic}", Comparison.joined(parts).to_json())
+            everyone = range(self._channel.world_size)
+            found = self._channel.collect(f"found/{topic}", everyone, deadline=deadline)
+            # Whoever has published this has read all of the comparison before.
+            before = f"asked-{self._comparisons - 1}"
+            self._channel.forget([f"{kind}/{before}" for kind in ("checksums", "boxes", "found")])
+        return Comparison.joined([Comparison.from_json(part) for part in found])
+
+    def verify(self) -> Comparison:
+        """`compare`, and an error where the sides differ.
+
+        Raises:
+            AgreementError: replicas of the sources differ.
+            VerificationError: a target serves something else; names the first tensor, box and ranks.
+        """
+        return self.compare().require_equal()
+
     def close(self) -> None:
         """Leaves the refit's group."""
         self._state = "closed"
         self._fabric.close()
 
-    def _verify(self, version: int, deadline: Deadline) -> None:
-        if self._verifier is None:
+    def _verify_replicas(self, deadline: Deadline) -> None:
+        """Once, before any byte moves: a tensor that several source ranks hold must have one value."""
+        if self._settings.verify == "off" or self._attempts > 1:
             return
-        atoms = self._verifier.atoms(self._attempts, share=self._settings.verify)
-        topic = f"checksums/{self._attempts}"
+        shared = [atoms for atoms in self._plan.verifier.atoms(0, share="full") if len(atoms.holders) > 1]
+        found = self._compare(shared, self._endpoint.source_binding(), None, "before", deadline)
+        found.comparison(self.version, {}).require_equal()
+        self._channel.agree("the sources' replicas/before", None, deadline=deadline)
+        self._channel.forget(("checksums/before", "boxes/before"))
+
+    def _verify(self, version: int, deadline: Deadline) -> None:
+        if self._settings.verify == "off":
+            return
+        chosen = self._plan.verifier.atoms(self._attempts, share=self._settings.verify)
         source, target = self._endpoint.source_binding(), self._endpoint.target_binding()
+        found = self._compare(chosen, source, target, str(self._attempts), deadline).comparison(version, {})
         if source is not None:
-            self._channel.publish(topic, self._verifier.source_checksums(source, atoms))
-        sources = [ranked.rank for ranked in self._plan.job.source.ranks]
-        parts = self._channel.collect(topic, sources, deadline=deadline)
-        sums = {atom: value for part in parts for atom, value in part.items()}
-        if source is not None:
-            self._verifier.compare_replicas(source, atoms, sums)
+            found.require_equal("replica")
             self._channel.publish(f"replicas/{self._attempts}", "agree")
         if target is not None:
             # Where replicas differ, that is the cause of what a target finds.
-            self._channel.collect(f"replicas/{self._attempts}", sources, deadline=deadline)
-            self._verified = self._verifier.compare(target, atoms, sums, version)
+            self._channel.collect(f"replicas/{self._attempts}", self._source_ranks, deadline=deadline)
+            self._verified = found.require_equal().boxes
 
-    def _check_forms(self) -> None:
+    def _verify_derived(self, version: int) -> None:
+        if self._settings.verify == "off" or self._endpoint.target is None:
+            return
+        every = SAMPLED_SHARE if self._settings.verify == "sample" else 1
+        found = compare_derived(self._endpoint.target, self._channel.rank, every=every, first=self._attempts)
+        self._verified += found.comparison(version, {}).require_equal().boxes
+
+    def _compare(
+        self, chosen: Sequence[Atoms], source: Binding | None, target: Binding | None, topic: str, deadline: Deadline
+    ) -> Findings:
+        return compare(
+            self._channel,
+            chosen,
+            source=source,
+            target=target,
+            sources=self._source_ranks,
+            topic=topic,
+            deadline=deadline,
+        )
+
+    @property
+    def _source_ranks(self) -> list[int]:
+        return [ranked.rank for ranked in self._plan.job.source.ranks]
+
+    def _check_forms(self, target: Mapping[str, torch.Tensor]) -> None:
         """Storage may move between refits; with another dtype, shape or stride it isn't what the manifest describes."""
-        buffers: dict[str, Mapping[str, torch.Tensor]] = {}
-        for role, side in (("source", self._endpoint.source), ("target", self._endpoint.target)):
-            buffers[role] = {} if side is None else side.buffers()
-            for name, tensor in buffers[role].items():
+        source = self._endpoint.source
+        buffers = {"source": {} if source is None else source.buffers(), "target": target}
+        for role, tensors in buffers.items():
+            for name, tensor in tensors.items():
                 form = (tensor.dtype, tensor.shape, tensor.stride())
                 known = self._forms.setdefault((role, name), form)
                 if form != known:

@@ -1,95 +1,306 @@
-"""Checksums of logical boxes on both sides of a refit, compared without gathering anything."""
+"""Checksums of logical boxes on both sides of a refit, compared without gathering anything.
+
+Boxes that the same ranks hold and the same ranks want are one *class*. A class's first holder publishes one sum of
+its boxes' checksums, each weighted by the box; its other holders and every rank that wants it compute their own from
+their own memory. Only where two sums differ does a rank look at the checksums of the single boxes.
+"""
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import islice, pairwise
+from typing import Any, Literal, Self
 
+import numpy as np
 import torch
 
-from refit_transport.errors import AgreementError, VerificationError
+from refit_transport.checksum import added, box_checksum, weighted
+from refit_transport.errors import AgreementError, RefitTransportError, VerificationError
 from refit_transport.fabrics.binding import Binding, Part
+from refit_transport.fabrics.deadline import Deadline
+from refit_transport.fabrics.rendezvous import ControlChannel
 from refit_transport.layout.box import Box
-from refit_transport.layout.manifest import Manifest
-from refit_transport.planning.plan import TransferPlan
-from refit_transport.planning.planner import plan_transfer
+from refit_transport.planning.plan import RankSet, TransferPlan
+from refit_transport.targets.base import Target
 from refit_transport.views import box_view, torch_dtype
 
-_SAMPLED_SHARE = 16
+# Of the boxes, a refit with `verify: sample` compares one in so many, others each time.
+SAMPLED_SHARE = 16
+# Differences that one rank lists; it counts them all.
+_LISTED = 3
+
+
+What = Literal["replica", "target", "derived"]
+
+
+@dataclass(frozen=True, slots=True)
+class Atoms:
+    """The boxes of one class that are to be compared: rows of a plan. `number` is the same on every rank."""
+
+    number: int
+    plan: TransferPlan
+    holders: RankSet
+    wanters: RankSet
+    rows: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A box that isn't what it should be.
+
+    what: "replica" when `rank` and `source_rank` both hold it at the source; "target" when `rank` serves something else
+    than `source_rank` holds; "derived" when `rank` serves a tensor that its own weights don't give (source_rank is -1).
+    """
+
+    what: What
+    tensor: str
+    box: str
+    source_rank: int
+    rank: int
+
+    def precedence(self) -> tuple[int, int]:
+        """Causes before effects, then by rank."""
+        return ("replica", "target", "derived").index(self.what), self.rank
+
+    def error(self, version: int) -> RefitTransportError:
+        """As an error to raise."""
+        if self.what == "replica":
+            values = (("one value", (self.source_rank,)), ("another", (self.rank,)))
+            return AgreementError(f"tensor {self.tensor}, box {self.box}, held twice", values)
+        return VerificationError(self.tensor, self.box, self.source_rank, self.rank, version)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What one comparison of both sides found; the same on every rank when the session returns it.
+
+    boxes: compared on the targets, each rank's by itself, and the derived tensors. nbytes: of these as they are served.
+    differing: how many of them, and of the sources' replicas, differ. first: the first that differ, at most three of a
+    rank, the sources' replicas before all others. unverified: tensors that can't be compared, with the reason.
+    """
+
+    version: int
+    boxes: int
+    nbytes: int
+    differing: int
+    first: tuple[Difference, ...] = ()
+    unverified: Mapping[str, str] = field(default_factory=dict)
+
+    def require_equal(self, *what: What) -> Self:
+        """Itself, when nothing differs; looks at differences of these kinds only, when any are named.
+
+        Raises:
+            AgreementError: replicas of a source differ.
+            VerificationError: a target serves something else; names the first tensor, box and ranks.
+        """
+        for found in self.first:
+            if not what or found.what in what:
+                raise found.error(self.version)
+        return self
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain value."""
+        return {**asdict(self), "unverified": dict(self.unverified)}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Self:
+        """The inverse of `to_json`."""
+        return cls(**{**value, "first": tuple(Difference(**found) for found in value["first"])})
+
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """Several findings as one."""
+        first = sorted((found for part in parts for found in part.first), key=Difference.precedence)
+        unverified = {name: reason for part in parts for name, reason in part.unverified.items()}
+        return cls(
+            max(part.version for part in parts),
+            sum(part.boxes for part in parts),
+            sum(part.nbytes for part in parts),
+            sum(part.differing for part in parts),
+            tuple(first),
+            unverified,
+        )
 
 
 class Verifier:
-    """Compares boxes of the transfer plan: CRC-32 of their bytes in wire dtype, in row-major order.
+    """Chooses and checks boxes of a refit's plans. Pure but for the ranks' own memory."""
 
-    The first holder of each box computes the source's checksum; its other holders and every target rank compute their
-    own from the memory that their manifests describe.
-    """
+    def __init__(self, plans: Iterable[TransferPlan], unverified: Mapping[str, str]) -> None:
+        self._plans = tuple(plans)
+        self.unverified = unverified
 
-    def __init__(self, source: Manifest, target: Manifest, tensors: Iterable[str]) -> None:
-        self._plan: TransferPlan = plan_transfer(source, target, tensors=tensors)
-
-    def atoms(self, refit: int, *, share: str) -> list[int]:
+    def atoms(self, refit: int, *, share: str) -> list[Atoms]:
         """The boxes to compare at the refit of this number: all, or for "sample" every 16th, others each time."""
-        step = 1 if share == "full" else min(_SAMPLED_SHARE, max(1, len(self._plan)))
-        return list(range(refit % step, len(self._plan), step))
+        step = 1 if share == "full" else max(1, min(SAMPLED_SHARE, sum(map(len, self._plans))))
+        chosen: list[Atoms] = []
+        first = 0
+        for plan in self._plans:
+            rows = np.arange((refit - first) % step, len(plan), step)
+            first += len(plan)
+            ends: dict[tuple[int, int], list[int]] = {}
+            for row, holders, wanters in zip(
+                rows.tolist(), plan.holders[rows].tolist(), plan.wanters[rows].tolist(), strict=True
+            ):
+                ends.setdefault((holders, wanters), []).append(row)
+            for (holders, wanters), found in ends.items():
+                sets = plan.rank_sets[holders], plan.rank_sets[wanters]
+                chosen.append(Atoms(len(chosen), plan, *sets, tuple(found)))
+        return chosen
 
-    def source_checksums(self, binding: Binding, atoms: Iterable[int]) -> dict[str, int]:
-        """Checksums of the boxes of which this source rank is the first holder; keys are JSON-able."""
-        rank = binding.manifest.rank
-        mine = (atom for atom in atoms if self._first_holder(atom) == rank)
-        return {str(atom): self._checksum(binding.cover(*self._box(atom)), atom) for atom in mine}
 
-    def compare_replicas(self, binding: Binding, atoms: Iterable[int], sums: Mapping[str, int]) -> None:
-        """Compares the boxes that this source rank holds beside another with what their first holder has.
+def compare(
+    channel: ControlChannel,
+    chosen: Sequence[Atoms],
+    *,
+    source: Binding | None,
+    target: Binding | None,
+    sources: Sequence[int],
+    topic: str,
+    deadline: Deadline,
+) -> Findings:
+    """Compares this rank's part of the chosen boxes; every rank that has a side calls it, and none waits for targets.
 
-        Raises:
-            AgreementError: they differ, so what the targets got depends on who sent it; names the box and both ranks.
-        """
-        rank = binding.manifest.rank
-        for atom in atoms:
-            first, *others = self._plan.rank_sets[self._plan.holders[atom]]
-            if rank not in others:
-                continue
-            name, box = self._box(atom)
-            found = self._checksum(binding.cover(name, box), atom)
-            if found != sums[str(atom)]:
-                values = ((f"checksum {sums[str(atom)]:08x}", (first,)), (f"{found:08x}", (rank,)))
-                raise AgreementError(f"tensor {name}, box {box}", values)
+    A box of which `target` lacks a part (the engine keeps its own layout of it) is left out and listed.
 
-    def compare(self, binding: Binding, atoms: Iterable[int], sums: Mapping[str, int], version: int) -> int:
-        """Compares this target rank's boxes with the sources' checksums; returns how many.
+    Args:
+        channel: this rank's.
+        chosen: the same on every rank.
+        source: this rank's source, with the memory that it has now.
+        target: this rank's target, likewise.
+        sources: the ranks with sources.
+        topic: a name that no other comparison on this channel has.
+        deadline: until when the sources must have answered.
+    """
+    rank, found = channel.rank, Findings()
+    held: dict[int, list[int]] = {}
+    if source is not None:
+        held = {atoms.number: _held_checksums(source, atoms) for atoms in chosen if rank in atoms.holders}
+        mine = {str(a.number): held[a.number] for a in chosen if a.holders[0] == rank}
+        # Whoever finds a difference reads these too, so they must be there first.
+        channel.publish(f"boxes/{topic}", mine)
+        totals_here = {str(a.number): weighted(a.rows, held[a.number]) for a in chosen if a.holders[0] == rank}
+        channel.publish(f"checksums/{topic}", totals_here)
+    parts = channel.collect(f"checksums/{topic}", sources, deadline=deadline)
+    totals = {int(number): total for part in parts for number, total in part.items()}
 
-        Raises:
-            VerificationError: the first box that differs.
-        """
-        rank, count = binding.manifest.rank, 0
-        for atom in atoms:
-            if rank not in self._plan.rank_sets[self._plan.wanters[atom]]:
-                continue
-            count += 1
-            name, box = self._box(atom)
-            if any(self._checksum(parts, atom) != sums[str(atom)] for parts in _copies(binding.parts(name, box), box)):
-                raise VerificationError(name, str(box), self._first_holder(atom), rank, version)
-        return count
+    def in_detail(atoms: Atoms) -> list[int]:
+        [boxes] = channel.collect(f"boxes/{topic}", (atoms.holders[0],), deadline=deadline)
+        found_there: list[int] = boxes[str(atoms.number)]
+        return found_there
 
-    def _first_holder(self, atom: int) -> int:
-        first: int = self._plan.rank_sets[self._plan.holders[atom]][0]
-        return first
+    for atoms in chosen:
+        total = totals[atoms.number]
+        if atoms.number in held and atoms.holders[0] != rank and weighted(atoms.rows, held[atoms.number]) != total:
+            copies = [[checksum] for checksum in held[atoms.number]]
+            found.add_differences("replica", atoms, copies, in_detail(atoms), rank)
+        if target is not None and rank in atoms.wanters:
+            copies = [_served_checksums(target, atoms, row) for row in atoms.rows]
+            found.add_compared(atoms, copies, rank)
+            if not _add_up(atoms, copies, total):
+                found.add_differences("target", atoms, copies, in_detail(atoms), rank)
+    return found
 
-    def _box(self, atom: int) -> tuple[str, Box]:
-        return self._plan.name(atom), self._plan.box(atom)
 
-    def _checksum(self, parts: Iterable[Part], atom: int) -> int:
-        box, dtype = self._plan.box(atom), torch_dtype(self._plan.tensors[self._plan.tensor[atom]].wire_dtype)
-        whole = torch.empty(box.shape, dtype=dtype)
+def compare_derived(target: Target, rank: int, *, every: int = 1, first: int = 0) -> Findings:
+    """Compares what a target derives from its weights with what they give now: each `every`-th, from `first` on."""
+    found = Findings()
+    for derived in islice(target.derived(), first % every, None, every):
+        found.boxes += 1
+        found.nbytes += derived.served.nbytes
+        if _whole_checksum(derived.served) != _whole_checksum(derived.recomputed):
+            found.differing += 1
+            box = str(Box.full(derived.served.shape))
+            found.first.append(Difference("derived", derived.name, box, -1, rank))
+    return found
+
+
+@dataclass(slots=True)
+class Findings:
+    """What one rank has found so far; fields as in `Comparison`."""
+
+    boxes: int = 0
+    nbytes: int = 0
+    differing: int = 0
+    first: list[Difference] = field(default_factory=list)
+    unverified: dict[str, str] = field(default_factory=dict)
+
+    def add_compared(self, atoms: Atoms, copies: Sequence[Sequence[int]], rank: int) -> None:
+        """Counts the boxes that were there, and lists the tensors of the others."""
+        for row, found in zip(atoms.rows, copies, strict=True):
+            tensor = atoms.plan.tensors[atoms.plan.tensor[row]]
+            if found:
+                self.boxes += 1
+                self.nbytes += atoms.plan.box(row).numel * torch_dtype(tensor.target_dtype).itemsize
+            else:
+                self.unverified[tensor.name] = f"rank {rank}'s engine keeps its own layout of a part of it"
+
+    def add_differences(
+        self,
+        what: Literal["replica", "target"],
+        atoms: Atoms,
+        copies: Sequence[Sequence[int]],
+        expected: Sequence[int],
+        rank: int,
+    ) -> None:
+        """Of boxes whose sum differs, or some of which are missing: those that differ one by one."""
+        for row, found, checksum in zip(atoms.rows, copies, expected, strict=True):
+            if any(copy != checksum for copy in found):
+                self.differing += 1
+                name, box = atoms.plan.name(row), str(atoms.plan.box(row))
+                self.first.append(Difference(what, name, box, atoms.holders[0], rank))
+
+    def comparison(self, version: int, unverified: Mapping[str, str]) -> Comparison:
+        """As a value."""
+        first = sorted(self.first, key=Difference.precedence)[:_LISTED]
+        return Comparison(
+            version, self.boxes, self.nbytes, self.differing, tuple(first), {**unverified, **self.unverified}
+        )
+
+
+def _add_up(atoms: Atoms, copies: Sequence[Sequence[int]], total: int) -> bool:
+    """Whether all boxes are there and every copy of them has the sum."""
+    if not all(copies):
+        return False
+    most = max(map(len, copies))
+    nth = ([found[min(copy, len(found) - 1)] for found in copies] for copy in range(most))
+    return all(weighted(atoms.rows, sums) == total for sums in nth)
+
+
+def _held_checksums(binding: Binding, atoms: Atoms) -> list[int]:
+    """Of each box as a source rank holds it, converted as on its way into the target."""
+    found = []
+    for row in atoms.rows:
+        tensor, box = atoms.plan.tensors[atoms.plan.tensor[row]], atoms.plan.box(row)
+        dtypes = (tensor.source_dtype, tensor.wire_dtype, tensor.target_dtype)
+        casts = [torch_dtype(dtype) for before, dtype in pairwise(dtypes) if dtype != before]
+        found.append(_checksum(binding.cover(tensor.name, box), box, tensor.shape, casts))
+    return found
+
+
+def _served_checksums(binding: Binding, atoms: Atoms, row: int) -> list[int]:
+    """Of each copy of a box that a target rank holds; none where it lacks a part of it."""
+    tensor, box = atoms.plan.tensors[atoms.plan.tensor[row]], atoms.plan.box(row)
+    return [_checksum(parts, box, tensor.shape) for parts in _copies(binding.parts(tensor.name, box), box)]
+
+
+def _checksum(parts: Sequence[Part], box: Box, shape: Sequence[int], casts: Sequence[torch.dtype] = ()) -> int:
+    if sum(part.box.numel for part in parts) > box.numel:
+        # Parts that overlap hold equal values, which must count once.
+        whole = torch.empty(box.shape, dtype=parts[0].view.dtype, device=parts[0].view.device)
         for part in parts:
             box_view(whole, box, part.box).copy_(part.view)
-        return zlib.crc32(whole.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # a buffer it is
+        return box_checksum(whole, box, shape, *casts)
+    return added(*(box_checksum(part.view, part.box, shape, *casts) for part in parts))
 
 
-def _copies(parts: list[Part], box: Box) -> list[list[Part]]:
+def _copies(parts: Sequence[Part], box: Box) -> list[list[Part]]:
     """A target may keep a box twice (tied weights): each whole copy, and what is left if it makes up another."""
     whole = [part for part in parts if part.box == box]
     rest = [part for part in parts if part.box != box]
     complete = sum(part.box.numel for part in rest) >= box.numel
     return [[part] for part in whole] + ([rest] if complete else [])
+
+
+def _whole_checksum(tensor: torch.Tensor) -> tuple[int, torch.Size, torch.dtype]:
+    return box_checksum(tensor, Box.full(tensor.shape), tensor.shape), tensor.shape, tensor.dtype

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 from rank_pool import RankPool
+from support_records import pytest_addoption, pytest_runtest_makereport, support_record  # noqa: F401
 
 # CI's own, and `make nightly` with many more examples.
 settings.register_profile("ci", deadline=None, max_examples=60, print_blob=True)

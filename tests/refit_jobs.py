@@ -106,6 +106,22 @@ class TestPolicy(PolicyWorker):
         return export(self._chunks, vocab=self._model.vocab)
 
 
+class TestGeneration(GenerationWorker):
+    """A generation worker that can be corrupted."""
+
+    __test__ = False
+
+    def flip(self, rank: int, parameter: str) -> None:
+        """Changes the lowest bit of the first element of one rank's live parameter."""
+        if rank == self.rank:
+            self._llm.collective_rpc(_flip, args=(parameter,))
+
+
+def _flip(worker: Any, parameter: str) -> None:
+    found = dict(worker.model_runner.get_model().named_parameters())[parameter]
+    found.data.view(-1)[:1].view(torch.uint8)[0] ^= 1
+
+
 @dataclass(frozen=True)
 class Case:
     """A model, how it is trained, and how it is served."""
@@ -118,6 +134,23 @@ class Case:
     plain_weights: bool = True
     dtype: str = "float32"
     model: Mapping[str, Any] = ()  # type: ignore[assignment]
+
+    @property
+    def row(self) -> dict[str, str]:
+        """What the support matrix calls this case."""
+        unusual = {key: value for key, value in dict(self.model).items() if key != "num_hidden_layers"}
+        names = [{"dense": "Qwen3", "moe": "Qwen3-MoE"}[self.kind], *(f"{k} {v}" for k, v in unusual.items())]
+        engines = f", {self.engines} engines" if self.engines > 1 else ""
+        target = f"TP{self.tensor}{' EP' if self.expert_parallel else ''}{engines}"
+        return {"architecture": ", ".join(names), "source": megatron_layout(self.train), "target": target}
+
+
+def megatron_layout(cut: MegatronParallelism) -> str:
+    """The sizes above 1, such as "TP2 EP2 ETP1"."""
+    etp = cut.expert_tensor if cut.expert_tensor != cut.tensor else 0
+    named = {"TP": cut.tensor, "PP": cut.pipeline, "VPP": cut.virtual_pipeline, "EP": cut.expert}
+    sizes = [f"{name}{size}" for name, size in named.items() if size > 1] + ([f"ETP{etp}"] if etp else [])
+    return " ".join(sizes) or "TP1"
 
 
 class RunningCase:
@@ -150,7 +183,7 @@ class RunningCase:
         for engine in self.engines:
             host, port = engine.address(ports, host=LOOPBACK)
             own = {"world_size": engine.count, "host": host, "port": port, "config": config}
-            pending.append(engine.build(GenerationWorker, [{"rank": r, **own} for r in range(engine.count)]))
+            pending.append(engine.build(TestGeneration, [{"rank": r, **own} for r in range(engine.count)]))
         collect(pending, timeout_s=TIMEOUT_S)
 
     def settings(self, **changes: Any) -> RefitSettings:

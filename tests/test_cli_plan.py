@@ -97,6 +97,12 @@ def test_routes_have_reasons_and_transports_their_own_figures():
     found = planned(f"{reshard}.coverage=ffn")
     assert {part["name"] for part in found["summary"]["transports"]} == {"nccl_reshard", "gather_broadcast"}
     assert sum(part["tensors"] for part in found["summary"]["transports"]) == len(found["routes"]) == 27
+    sizes = {part["name"]: part["model_bytes"] for part in found["summary"]["transports"]}
+    assert sum(sizes.values()) == model_bytes()
+    # Two layers of 8 experts, each of three matrices of 64 x 64 in float32.
+    assert sizes["nccl_reshard"] == 2 * 8 * 3 * 64 * 64 * 4
+    assert found["summary"]["shard_to_shard"] == sizes["nccl_reshard"] / model_bytes()
+    assert planned()["summary"]["shard_to_shard"] == 1
     assert found["payloads"].keys() == {"nccl_reshard", "gather_broadcast"}
     assert all(count > 0 for count in found["payloads"].values())
     by_rank = {load["rank"]: load["received"] for load in found["ranks"] if load["received"]}

@@ -123,9 +123,9 @@ def test_ranks_that_hold_nothing_plan_nothing(ranks):
     ("fault", "words"),
     [
         ("hole", r"tensor tensor, box \[4:6, \d:\d\], target rank \d: no source rank holds it"),
-        ("missing name", r"tensor v: expected a tensor that the source has"),
+        ("missing name", r"tensor v: rank \d: expected a tensor that the source has"),
         ("other dtype", r"tensor tensor: rank 1: expected \[6, 8\] float32, got \[6, 8\] float16"),
-        ("inconvertible", r"tensor tensor: expected the source's dtype float32, got int64"),
+        ("inconvertible", r"tensor tensor: rank 1: expected the source's dtype float32, got int64"),
         ("other shape", r"tensor tensor: rank 0: expected a local shape \[3, 8\] .*got \[2, 8\]"),
         (
             "no dst",

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import torch
     from vllm import LLM
 
+    from refit_transport.verification import Comparison
+
 ENGINE = "refit_transport"
 
 
@@ -85,6 +87,11 @@ class GenerationWorker:
         if not self._llm.reset_prefix_cache():
             raise WorkerError("generation", self.rank, "finish_refit", "vLLM kept its prefix cache of the old weights")
         self._version, self._fenced = version, ""
+
+    def compare(self) -> Comparison:
+        """Compares what is served with what the sources hold now, between refits; collective over the whole refit."""
+        found: list[Comparison] = self._llm.collective_rpc(_compare)
+        return found[0]
 
     def version(self) -> int:
         """The version that is served; -1 before the first refit."""
@@ -202,6 +209,14 @@ def _end_open_update(worker: Any) -> None:
         expected = "the flag of an open weight update"
         raise SeamError("vllm", metadata.version("vllm"), "Worker._weight_update_active", expected)
     worker._weight_update_active = False
+
+
+def _compare(worker: Any) -> Comparison:
+    engine: Any = getattr(worker, "weight_transfer_engine", None)
+    if not hasattr(engine, "compare"):
+        raise SeamError("vllm", metadata.version("vllm"), "Worker.weight_transfer_engine", "this package's engine")
+    found: Comparison = engine.compare()
+    return found
 
 
 def _parameters(worker: Any) -> dict[str, torch.Tensor]:

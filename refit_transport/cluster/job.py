@@ -20,6 +20,7 @@ from refit_transport.cluster.scratch import scratch_folder
 from refit_transport.cluster.synchronizer import RefitSynchronizer
 from refit_transport.cluster.workers import WorkerGroup, collect
 from refit_transport.config.schema import RefitConfig
+from refit_transport.config.settings import RefitSettings
 from refit_transport.errors import WorkerError
 
 
@@ -130,10 +131,13 @@ def _ending_in_order() -> Iterator[Callable[[], None]]:
 
 
 @contextlib.contextmanager
-def running_job(config: RefitConfig, *, scratch: Path | None = None) -> Iterator[RefitJob]:
+def running_job(
+    config: RefitConfig, *, scratch: Path | None = None, settings: RefitSettings | None = None
+) -> Iterator[RefitJob]:
     """Starts all workers of a configuration and releases them at the end of the block, whatever happens in it.
 
-    `scratch` is where workers on this machine may leave sockets; None where they run on other machines too.
+    `scratch` is where workers on this machine may leave sockets; None where they run on other machines too. `settings`
+    are the configuration's own when None.
 
     Raises:
         WorkerError: a worker didn't start; names group, rank and phase.
@@ -152,7 +156,8 @@ def running_job(config: RefitConfig, *, scratch: Path | None = None) -> Iterator
             for engine, place in zip(engines, places[1:], strict=True)
         ]
         collect(building, timeout_s=config.refit_run.worker_timeout_s)
-        synchronizer = RefitSynchronizer(policy, engines, settings=config.refit_settings(), ports=ports, host=host)
+        settings = settings or config.refit_settings()
+        synchronizer = RefitSynchronizer(policy, engines, settings=settings, ports=ports, host=host)
         yield RefitJob(policy, tuple(engines), synchronizer)
 
 

@@ -11,6 +11,7 @@ from refit_transport.errors import TransferError
 from refit_transport.fabrics.rendezvous import ControlChannel
 from refit_transport.report import RefitReport
 from refit_transport.session import RefitSession
+from refit_transport.verification import Comparison
 
 
 class PolicyWorker(TrainingWorker):
@@ -58,6 +59,10 @@ class PolicyWorker(TrainingWorker):
     def finish_refit(self) -> RefitReport | None:
         """Closes the refit; rank 0 waits for every rank's figures and returns the report."""
         return self._joined("finish_refit").finish()
+
+    def compare(self) -> Comparison:
+        """Compares what both sides hold now, between refits; collective over the whole refit."""
+        return self._joined("compare").compare()
 
     def leave_refit(self) -> None:
         """Leaves the refit's group, if in one."""

@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,10 @@ from refit_transport.cluster.tiny_model import tiny_model
 from refit_transport.cluster.workers import collect
 from refit_transport.config.model import model_shape
 from refit_transport.config.schema import RefitConfig
+from refit_transport.config.settings import RefitSettings
 from refit_transport.errors import ParityError
 from refit_transport.report import RefitReport
+from refit_transport.verification import Comparison
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,27 @@ class RefitRound:
     def to_json(self) -> dict[str, Any]:
         """A plain value for the report file."""
         return {**asdict(self), "report": self.report.to_json()}
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedJob:
+    """What both sides held before and after one refit.
+
+    Training has changed the weights before, so comparing them there shows that the checksums see it.
+    """
+
+    before: Comparison
+    report: RefitReport
+    after: Comparison
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain value for programs."""
+        return {
+            "equal": not self.after.differing,
+            "before": self.before.to_json(),
+            "after": self.after.to_json(),
+            "report": self.report.to_json(),
+        }
 
 
 Announce = Callable[[str], None]
@@ -82,10 +105,31 @@ def _model(config: RefitConfig, announce: Announce) -> Iterator[None]:
         yield
 
 
+def verify_job(config: RefitConfig, *, ray_address: str | None, announce: Announce) -> VerifiedJob:
+    """Trains, refits once with every box verified, and compares all that both sides hold before and after.
+
+    Arguments and errors are those of `run_rounds`. What differs in the end is in the result, not an error.
+    """
+    with (
+        _model(config, announce),
+        ray_cluster(address=ray_address) as scratch,
+        _started(config, scratch, announce, settings=replace(config.refit_settings(), verify="full")) as job,
+    ):
+        _train(config, job, 1, announce)
+        announce("comparing both sides before the refit")
+        before = job.synchronizer.compare()
+        announce("refit")
+        report = job.synchronizer.sync(1)
+        announce("comparing both sides after it")
+        return VerifiedJob(before, report, job.synchronizer.compare())
+
+
 @contextmanager
-def _started(config: RefitConfig, scratch: Path | None, announce: Announce) -> Iterator[RefitJob]:
+def _started(
+    config: RefitConfig, scratch: Path | None, announce: Announce, *, settings: RefitSettings | None = None
+) -> Iterator[RefitJob]:
     announce(f"starting {config.training_ranks} training and {config.generation_ranks} generation workers")
-    with running_job(config, scratch=scratch) as job:
+    with running_job(config, scratch=scratch, settings=settings) as job:
         announce("planning the refit")
         job.synchronizer.prepare()
         yield job
@@ -94,12 +138,8 @@ def _started(config: RefitConfig, scratch: Path | None, announce: Announce) -> I
 def _round(
     config: RefitConfig, job: RefitJob, version: int, before: list[list[float]], announce: Announce
 ) -> tuple[RefitRound, list[list[float]]]:
-    run = config.refit_run
-    loss, began = 0.0, time.perf_counter()
-    for step in range(run.steps_per_refit):
-        announce(f"version {version}: training step {step + 1} of {run.steps_per_refit}")
-        batch = token_batch(config, (version - 1) * run.steps_per_refit + step)
-        loss = agreed((job.policy,), "train_step", batch, timeout_s=config.refit_run.worker_timeout_s)
+    run, began = config.refit_run, time.perf_counter()
+    loss = _train(config, job, version, announce)
     step_seconds = time.perf_counter() - began
     announce(f"version {version}: refit")
     report = job.synchronizer.sync(version)
@@ -111,6 +151,16 @@ def _round(
     if finished.largest_change <= run.logprob_tolerance:
         raise ParityError(version, finished.largest_change, run.logprob_tolerance, "moved since the last version by")
     return finished, served
+
+
+def _train(config: RefitConfig, job: RefitJob, version: int, announce: Announce) -> float:
+    """The steps before a version; returns the last one's loss."""
+    loss, steps = 0.0, config.refit_run.steps_per_refit
+    for step in range(steps):
+        announce(f"version {version}: training step {step + 1} of {steps}")
+        batch = token_batch(config, (version - 1) * steps + step)
+        loss = agreed((job.policy,), "train_step", batch, timeout_s=config.refit_run.worker_timeout_s)
+    return loss
 
 
 def _logprobs(config: RefitConfig, job: RefitJob) -> tuple[list[list[float]], list[list[float]]]:

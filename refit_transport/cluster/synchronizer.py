@@ -9,6 +9,7 @@ from refit_transport.cluster.network import PortRange
 from refit_transport.cluster.workers import Pending, WorkerGroup, collect
 from refit_transport.config.settings import RefitSettings
 from refit_transport.report import RefitReport
+from refit_transport.verification import Comparison
 
 
 class RefitSynchronizer:
@@ -76,4 +77,22 @@ class RefitSynchronizer:
         self._prepared = True
         found = reports[0]
         assert isinstance(found, RefitReport)
+        return found
+
+    def compare(self) -> Comparison:
+        """Compares what the engines serve with what the policy holds now, between two refits; moves nothing.
+
+        What differs is in the result: `compare().require_equal()` raises it. The engines may not generate meanwhile.
+
+        Raises:
+            WorkerError: naming group, rank and phase; the next call prepares anew.
+        """
+        if not self._prepared:
+            self.prepare()
+        self._prepared = False
+        comparing = [group.start("compare") for group in (self._policy, *self._engines)]
+        findings, *_ = collect(comparing, timeout_s=self._patience_s)
+        self._prepared = True
+        found = findings[0]
+        assert isinstance(found, Comparison)
         return found

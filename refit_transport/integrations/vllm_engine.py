@@ -21,6 +21,7 @@ from refit_transport.errors import TransferError
 from refit_transport.fabrics.rendezvous import ControlChannel
 from refit_transport.session import RefitSession
 from refit_transport.targets.vllm import VllmTarget
+from refit_transport.verification import Comparison
 
 
 @dataclass
@@ -86,6 +87,13 @@ class RefitTransportEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo])
     def finish_weight_update(self) -> None:
         """Closes the refit."""
         self._joined("finish_weight_update").finish()
+
+    def compare(self) -> Comparison:
+        """Compares what both sides hold now, between refits; collective over the whole refit.
+
+        vLLM has no call for it: reach it through `collective_rpc`, as `cluster.generation.GenerationWorker` does.
+        """
+        return self._joined("compare").compare()
 
     def shutdown(self) -> None:
         """Leaves the refit."""

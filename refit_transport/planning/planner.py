@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+import re
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,8 @@ from refit_transport.layout.manifest import CONVERTIBLE, Manifest, TensorSpec
 from refit_transport.planning.holdings import Corners, Holding, HoldingIndex
 from refit_transport.planning.overlap import Boxes, atoms_of, inside, intersect, uncovered, volumes
 from refit_transport.planning.plan import Ints, PlannedTensor, RankSet, TransferPlan
+
+_LAYER = re.compile(r".*?\.\d+(?=\.)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,7 @@ def plan_transfer(
     """
     names = {spec.name for spec in target.tensors} if tensors is None else set(tensors)
     have = {spec.name: spec for spec in source.tensors}
-    specs = [(_source_spec(have, spec), spec) for spec in target.tensors if spec.name in names]
+    specs = [(_source_spec(have, spec, target), spec) for spec in target.tensors if spec.name in names]
     holding = HoldingIndex.of(source, names) if held is None else held
     planner = _Planner(holding, HoldingIndex.of(target, names))
     pairs = [planner.pair(spec) for _, spec in specs]
@@ -77,22 +80,45 @@ def check_sides_agree(source: Manifest, target: Manifest) -> None:
     """Proves that the source has every tensor of the target's, in its shape and in a dtype that converts to it.
 
     Raises:
-        LayoutError: naming the tensor and both sides' sizes or dtypes.
+        LayoutError: naming the tensor, the first target rank that has it, and both sides' sizes or dtypes; also the
+            layers of which the source has nothing.
     """
     have = {spec.name: spec for spec in source.tensors}
     for spec in target.tensors:
-        _source_spec(have, spec)
+        _source_spec(have, spec, target)
 
 
-def _source_spec(have: dict[str, TensorSpec], spec: TensorSpec) -> TensorSpec:
+def _source_spec(have: dict[str, TensorSpec], spec: TensorSpec, target: Manifest) -> TensorSpec:
     found = have.get(spec.name)
-    if found is None:
-        raise LayoutError(spec.name, -1, "a tensor that the source has (the target needs it)", "no such tensor")
-    if found.shape != spec.shape:
-        raise LayoutError(spec.name, -1, f"the source's shape {list(found.shape)}", f"the target's {list(spec.shape)}")
-    if found.dtype != spec.dtype and not {found.dtype, spec.dtype} <= CONVERTIBLE:
-        raise LayoutError(spec.name, -1, f"the source's dtype {found.dtype}", f"{spec.dtype}, which it can't become")
-    return found
+    if found is not None and found.shape == spec.shape:
+        if found.dtype == spec.dtype or {found.dtype, spec.dtype} <= CONVERTIBLE:
+            return found
+        expected, got = f"the source's dtype {found.dtype}", f"{spec.dtype}, which it can't become"
+    elif found is not None:
+        expected, got = f"the source's shape {list(found.shape)}", f"the target's {list(spec.shape)}"
+    else:
+        expected, got = "a tensor that the source has (the target needs it)", _missing(have, target)
+    rank = next((r.rank for r in target.ranks if any(own.name == spec.name for own in r.tensors)), -1)
+    raise LayoutError(spec.name, rank, expected, got)
+
+
+def _missing(have: Collection[str], target: Manifest) -> str:
+    """How much the source lacks, and the layers of which it has nothing at all."""
+    lost = [spec.name for spec in target.tensors if spec.name not in have]
+    held = {_layer(name) for name in have}
+    layers = dict.fromkeys(layer for name in lost if (layer := _layer(name)) is not None and layer not in held)
+    text = "no such tensor" if len(lost) == 1 else f"no such tensor, nor {len(lost) - 1} others"
+    return f"{text}; no source rank holds anything of {', '.join(layers)}" if layers else text
+
+
+def _layer(name: str) -> str | None:
+    """The layer that a tensor belongs to, by its name.
+
+    >>> _layer("model.layers.28.mlp.up_proj.weight"), _layer("lm_head.weight")
+    ('model.layers.28', None)
+    """
+    found = _LAYER.match(name)
+    return None if found is None else found[0]
 
 
 class _Planner:

@@ -79,8 +79,8 @@ def schedule_flows(
 ) -> Schedule:
     """Cuts and packs what the flows carry, and orders the payloads (passes 5 and 6).
 
-    Payloads have at most `bucket_bytes`, and less where the busiest NIC would have fewer than `least_payloads`: of those
-    that go straight to where they are wanted, and of those that are forwarded over the network.
+    Payloads have at most `bucket_bytes`, and less where the busiest NIC would have fewer than `least_payloads`: those
+    that go straight to where they are wanted, and those that are forwarded over the network.
 
     All routes progress alike: the k-th of a route's n payloads comes at the fraction (k + p) / n of the schedule. So at
     any time every NIC has done about the same part of its work; see `_phases` for p.

@@ -17,6 +17,7 @@ from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from refit_transport.checksum import Derived
 from refit_transport.errors import LayoutError
 from refit_transport.layout.box import Box, Span
 from refit_transport.layout.canonical import canonical_name
@@ -157,6 +158,14 @@ class StateDictTarget:
 
     def finish(self) -> None:
         """Nothing to close."""
+
+    def served(self) -> Mapping[str, torch.Tensor]:
+        """All buffers."""
+        return self.buffers()
+
+    def derived(self) -> Iterator[Derived]:
+        """None."""
+        return iter(())
 
 
 def _manifest(rank: int, role: Role, entries: Iterable[_Held]) -> RankManifest:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor
 
+from refit_transport.checksum import Derived
 from refit_transport.errors import LayoutError, TransferError
 from refit_transport.layout.layout import Layout
 from refit_transport.layout.manifest import Piece, RankManifest, Role, TensorSpec
@@ -106,6 +107,14 @@ class TensorTarget:
 
     def finish(self) -> None:
         """Nothing to close."""
+
+    def served(self) -> Mapping[str, torch.Tensor]:
+        """All buffers."""
+        return self.buffers()
+
+    def derived(self) -> Iterator[Derived]:
+        """None."""
+        return iter(())
 
 
 def _manifest(rank: int, role: Role, entries: Iterable[_Held]) -> RankManifest:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import torch
 
+    from refit_transport.checksum import Derived
     from refit_transport.layout.manifest import RankManifest, TensorSpec
 
 
@@ -45,3 +46,12 @@ class Target(Protocol):
 
     def finish(self) -> None:
         """Closes a refit: afterwards this side serves what was written."""
+
+    def served(self) -> Mapping[str, torch.Tensor]:
+        """Those `buffers` that are served as the manifest describes them; valid at any time after `finish`.
+
+        It lacks the buffers of layers whose own layout the engine keeps. Before the first refit it is valid too.
+        """
+
+    def derived(self) -> Iterator[Derived]:
+        """What this side has derived from its weights, one after the other, to be compared; none is fine."""

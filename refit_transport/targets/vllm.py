@@ -7,7 +7,7 @@ own post-load processing in `finish`; all others are written in place.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import nn
 from vllm.config import set_current_vllm_config
 
 from refit_transport.checkpoint import CheckpointFolder
+from refit_transport.checksum import Derived
 from refit_transport.errors import LayoutError
 from refit_transport.layout.manifest import Opaque, RankManifest, TensorSpec
 from refit_transport.targets.vllm_layers import KernelTensors, Layer, layers_of, like, on_meta, place, process
@@ -105,6 +106,15 @@ class VllmTarget:
                 kernel = self._kernel.pop(layer.name, None) or KernelTensors.of(layer.module)
                 process(layer, dtype)
                 kernel.settle(layer.module)
+
+    def served(self) -> Mapping[str, torch.Tensor]:
+        """See `targets.base.Target`: without the parameters of private layers."""
+        private = {slot.name for layer in self._layers if self._remedy(layer) for slot in layer.slots}
+        return {name: tensor for name, tensor in self.buffers().items() if name not in private}
+
+    def derived(self) -> Iterator[Derived]:
+        """See `targets.base.Target`."""
+        return iter(())
 
     def _known(self) -> LoadedModel:
         if self._loaded is None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
+from refit_transport.checksum import Derived
 from refit_transport.errors import LayoutError
 from refit_transport.fabrics.binding import Binding
 from refit_transport.layout.canonical import canonical_name
@@ -74,6 +75,14 @@ class HeldTarget:
     def finish(self) -> None:
         """Recorded."""
         self.calls.append("finish")
+
+    def served(self) -> Mapping[str, torch.Tensor]:
+        """All buffers."""
+        return self.buffers()
+
+    def derived(self) -> Iterator[Derived]:
+        """None."""
+        return iter(())
 
     def _copy(self, index: int, tensor: torch.Tensor, expert: int | None) -> None:
         box, view = self._binding.manifest.pieces[index].box, self._binding.view(index)

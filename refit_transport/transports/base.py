@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from refit_transport.fabrics.binding import Binding
 from refit_transport.fabrics.deadline import Deadline
 from refit_transport.fabrics.slots import SlotSizes
 from refit_transport.layout.manifest import Manifest, RankManifest, RankRole
+from refit_transport.planning.plan import TransferPlan
 from refit_transport.scheduling.schedule import Schedule, Traffic
 from refit_transport.scheduling.topology import Topology
 from refit_transport.sources.base import Source
@@ -67,6 +68,14 @@ class Endpoint:
             return None
         return Binding.of(self.target_manifest, self.target.buffers())
 
+    def served_binding(self) -> Binding | None:
+        """The part of the target's manifest that is served as described, bound to its memory; at any time."""
+        if self.target is None or self.target_manifest is None:
+            return None
+        served = self.target.served()
+        pieces = tuple(piece for piece in self.target_manifest.pieces if piece.buffer in served)
+        return Binding.of(replace(self.target_manifest, pieces=pieces), served)
+
     def devices(self) -> dict[str, torch.device]:
         """The device of each buffer that a manifest's pieces point into; those that a refit makes are not there yet."""
         found: dict[str, torch.device] = {}
@@ -88,6 +97,19 @@ class Footprint:
     payloads: int
     slot_bytes: int
     staging_bytes: Mapping[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """One part of what a transport does: atoms, and the schedule that delivers them.
+
+    schedule: None where a native collective moves them. delivers: "shards" when the atoms fill the targets' own pieces,
+    "whole" when every target receives whole tensors, of which it takes its part.
+    """
+
+    plan: TransferPlan
+    schedule: Schedule | None
+    delivers: Literal["shards", "whole"]
 
 
 def slot_footprint(schedules: Sequence[Schedule], sizes: SlotSizes, ranks: Iterable[int]) -> Footprint:
@@ -128,6 +150,9 @@ class Transport(Protocol):
 
     def footprint(self) -> Footprint:
         """What one refit needs besides the weights themselves."""
+
+    def legs(self) -> Iterable[Leg]:
+        """What it has planned, for explanations and verification. No element of a tensor is in two atoms."""
 
     def run(self, endpoint: Endpoint, fabric: Fabric, *, deadline: Deadline) -> Spent:
         """Delivers once. Collective: every rank of the job calls it, between its target's `begin` and `finish`."""

@@ -28,7 +28,7 @@ from refit_transport.planning.planner import plan_transfer
 from refit_transport.scheduling.broadcast import build_broadcast
 from refit_transport.scheduling.pour import aligned
 from refit_transport.scheduling.schedule import Schedule, Traffic, join, total_traffic
-from refit_transport.transports.base import Endpoint, Footprint, Job, slot_footprint
+from refit_transport.transports.base import Endpoint, Footprint, Job, Leg, slot_footprint
 from refit_transport.views import torch_dtype
 
 _STAGING = "staging"
@@ -108,6 +108,11 @@ class GatherBroadcast:
             for rank, nbytes in slots.staging_bytes.items()
         }
         return Footprint(slots.payloads, slots.slot_bytes, total)
+
+    def legs(self) -> Iterator[Leg]:
+        """See `Transport.legs`: one for each bucket."""
+        for bucket in self._buckets:
+            yield Leg(bucket.plan, bucket.schedule, "whole")
 
     def run(self, endpoint: Endpoint, fabric: Fabric, *, deadline: Deadline) -> Spent:
         """See `Transport.run`."""

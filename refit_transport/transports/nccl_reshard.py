@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from refit_transport.fabrics.base import Fabric, Spent
 from refit_transport.fabrics.deadline import Deadline
 from refit_transport.fabrics.nccl_m2n import NativeMove, require_native
@@ -13,7 +15,7 @@ from refit_transport.planning.plan import TransferPlan
 from refit_transport.planning.planner import plan_transfer
 from refit_transport.scheduling.schedule import Traffic, total_traffic
 from refit_transport.scheduling.scheduler import PASSES, build_schedule
-from refit_transport.transports.base import Endpoint, Footprint, Job, slot_footprint
+from refit_transport.transports.base import Endpoint, Footprint, Job, Leg, slot_footprint
 
 
 class NcclReshard:
@@ -67,6 +69,12 @@ class NcclReshard:
     def footprint(self) -> Footprint:
         """See `Transport.footprint`."""
         return slot_footprint([self._schedule], self._sizes, self._job.ranks)
+
+    def legs(self) -> Iterator[Leg]:
+        """See `Transport.legs`."""
+        yield Leg(self._plan, self._schedule, "shards")
+        if self._split.tensors:
+            yield Leg(self._native_plan(), None, "shards")
 
     def run(self, endpoint: Endpoint, fabric: Fabric, *, deadline: Deadline) -> Spent:
         """See `Transport.run`."""

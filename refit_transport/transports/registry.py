@@ -15,7 +15,7 @@ from importlib.metadata import EntryPoint, entry_points
 from refit_transport.errors import DuplicateTransportError, MissingDependencyError, UnknownTransportError
 
 ENTRY_POINT_GROUP = "refit_transport.transports"
-PROTOCOL = ("digest", "traffic", "check", "footprint", "run")
+PROTOCOL = ("digest", "traffic", "check", "footprint", "legs", "run")
 DEFAULT_TRANSPORT = "gather_broadcast"
 
 

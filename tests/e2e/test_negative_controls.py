@@ -7,7 +7,7 @@ import pytest
 from refit_jobs import Case, RunningCase, largest_difference, wrong_parameters
 from test_refit import MOE_CUT
 
-from refit_transport.errors import WorkerError
+from refit_transport.errors import VerificationError, WorkerError
 from refit_transport.testing.models import save_tiny_model
 
 pytestmark = pytest.mark.e2e
@@ -72,6 +72,35 @@ def test_a_stale_layer_is_seen(synced):
         synced.policy.call("recall", "good")
 
 
+def test_a_running_job_compares_both_sides_on_demand(synced):
+    synchronizer, [engine] = synced.synchronizer(coverage="all"), synced.engines
+    equal = synchronizer.compare().require_equal()
+    served = sum(array.nbytes for weights in synced.served() for array in weights.values())
+    assert (equal.nbytes, equal.differing, dict(equal.unverified)) == (served, 0, {})
+
+    synced.policy.call("swap_pieces", f"{EXPERTS}.gate_proj.weight", f"{EXPERTS}.up_proj.weight", 3, 3)
+    swapped = synchronizer.compare()
+    synced.policy.call("recall", "good")
+    # One expert's two matrices, each cut over both ranks of the engine.
+    assert {found.tensor for found in swapped.first} == {f"{EXPERTS}.{name}_proj.weight" for name in ("gate", "up")}
+    assert swapped.differing == 4
+
+    for rank, parameter, tensor in (
+        (1, "model.layers.0.self_attn.qkv_proj.weight", "model.layers.0.self_attn.q_proj.weight"),
+        (0, "model.norm.weight", "model.norm.weight"),
+    ):
+        engine.call("flip", rank, parameter)
+        with pytest.raises(
+            VerificationError, match=f"tensor {tensor}, box .* on target rank {2 + rank} differs"
+        ) as found:
+            synchronizer.compare().require_equal()
+        engine.call("flip", rank, parameter)
+        assert found.value.source_rank in (0, 1)
+    assert synchronizer.compare().differing == 0
+    synchronizer.sync(2)
+    assert synchronizer.compare().require_equal().version == 2
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_after_a_failed_refit_engines_stay_fenced_and_the_next_one_is_exact(synced, rank):
     synchronizer = synced.synchronizer(coverage="all", timeout_s=20.0)
@@ -79,12 +108,12 @@ def test_after_a_failed_refit_engines_stay_fenced_and_the_next_one_is_exact(sync
     synced.policy.call("perturb", 3 + rank)
     synced.policy.call("refuse_next_send", rank)
     with pytest.raises(WorkerError, match=r"a refusal|no receive completed|peer failure|Connection closed"):
-        synchronizer.sync(2 + 10 * rank)
+        synchronizer.sync(3 + 10 * rank)
     [engine] = synced.engines
     with pytest.raises(WorkerError, match=r"logprobs.*fenced: a refit is open"):
         engine.call("logprobs", [[1, 2, 3]])
-    assert engine.call("version")[0] < 2 + 10 * rank
-    synchronizer.sync(3 + 10 * rank)
+    assert engine.call("version")[0] < 3 + 10 * rank
+    synchronizer.sync(4 + 10 * rank)
     assert wrong_parameters(synced, synced.exported()) == []
     assert largest_difference(synced) <= 1e-4
-    assert engine.call("version") == [3 + 10 * rank] * 2
+    assert engine.call("version") == [4 + 10 * rank] * 2

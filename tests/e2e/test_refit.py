@@ -40,7 +40,8 @@ def running(request, groups, tmp_path_factory):
     job.stop()
 
 
-def test_every_rank_serves_exactly_the_policys_weights(running):
+def test_every_rank_serves_exactly_the_policys_weights(running, support_record):
+    support_record(**running.case.row)
     versions = {}
     for name in ("A", "B"):
         # CPU initialisation makes experts of different ranks and layers of different stages alike.
@@ -63,6 +64,8 @@ def test_every_rank_serves_exactly_the_policys_weights(running):
         assert received == planned.received_by_rank
         assert report.summary.network_bytes < report.summary.old_way_received_bytes
         assert sum(rank.verified for rank in report.ranks) > 0
+    proof = "bit-exact on every rank, A-B-A-B, log-probabilities of the trainer"
+    support_record(**running.case.row, shard_to_shard=report.summary.shard_to_shard, proof=proof)
 
     synchronizer = running.synchronizer(coverage="ffn")
     for version, name in enumerate("AB", start=5):

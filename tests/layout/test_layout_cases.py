@@ -8,6 +8,7 @@ from delivery import deliver
 from hypothesis import given
 from hypothesis import strategies as st
 
+from refit_transport.config.settings import RefitSettings
 from refit_transport.errors import LayoutError, PlanError
 from refit_transport.layout.box import Box
 from refit_transport.layout.fusion import Fusion, Part
@@ -17,8 +18,12 @@ from refit_transport.layout.mesh import Mesh
 from refit_transport.layout.pieces import within
 from refit_transport.layout.placement import BlockShard, Partial, Replicate, Shard, StridedShard
 from refit_transport.planning.planner import plan_transfer
-from refit_transport.testing.oracle import coordinate_tensor
+from refit_transport.refit_plan import RefitPlan
+from refit_transport.scheduling.topology import Topology
+from refit_transport.testing.oracle import HeldSide, coordinate_tensor
 from refit_transport.testing.strategies import manifest_pairs
+from refit_transport.transports.base import Job
+from refit_transport.verification import _held_checksums, _served_checksums
 
 
 def side(role, layouts, *, dtype="float32"):
@@ -99,8 +104,42 @@ def test_padded_rows_neither_travel_nor_arrive(true, padded, ranks, padded_to, t
     assert sum(piece.box.numel for ranked in target.ranks for piece in ranked.pieces) == true * 2
 
 
+def test_checksums_are_over_true_rows():
+    """151 rows, padded to 160 over 4 source ranks and to 153 over 3 target ranks: padding counts on neither side."""
+    source = clipped(side("source", {"w": rows((160, 2), 4)}), (151, 2))
+    target = clipped(side("target", {"w": rows((153, 2), 3, first_rank=4)}), (151, 2))
+    tensors = {"w": coordinate_tensor("w", (151, 2), "float32")}
+    held, wanted = HeldSide.of(source, tensors), HeldSide.of(target, tensors)
+    verifier = RefitPlan(Job(source, target, Topology.of([range(7)]), RefitSettings(coverage="all"))).verifier
+    chosen = verifier.atoms(0, share="full")
+    assert sum(atoms.plan.box(row).numel for atoms in chosen for row in atoms.rows) == 151 * 2
+    found = [checksums_of(held, wanted, chosen)]
+    for half in (held, wanted):
+        for binding in half.bindings.values():
+            for buffer in binding.buffers.values():
+                outside = torch.ones_like(buffer, dtype=torch.bool)
+                for piece in binding.manifest.pieces:
+                    outside.as_strided(piece.box.shape, piece.strides, piece.offset).fill_(False)
+                assert bool(outside.any())
+                buffer[outside] = 7.0
+        found.append(checksums_of(held, wanted, chosen))
+    assert all(there == {here} for here, there in found[0])
+    assert found[0] == found[1] == found[2]
+
+
+def checksums_of(held, wanted, chosen):
+    """For each box, the first holder's checksum and those of all wanters."""
+    found = []
+    for atoms in chosen:
+        sums = _held_checksums(held.bindings[atoms.holders[0]], atoms)
+        for row, expected in zip(atoms.rows, sums, strict=True):
+            served = {s for rank in atoms.wanters for s in _served_checksums(wanted.bindings[rank], atoms, row)}
+            found.append((expected, served))
+    return found
+
+
 def test_true_sizes_that_differ_are_refused_with_both():
-    with pytest.raises(LayoutError, match=r"tensor w: .*\[1003, 2\].*\[1000, 2\]"):
+    with pytest.raises(LayoutError, match=r"tensor w: rank 4: .*source's shape \[1003, 2\].*target's \[1000, 2\]"):
         plan_transfer(
             clipped(side("source", {"w": rows((1024, 2), 4)}), (1003, 2)),
             clipped(side("target", {"w": rows((1008, 2), 3, first_rank=4)}), (1000, 2)),
@@ -123,6 +162,80 @@ def test_layers_live_on_the_ranks_of_their_stage_only():
     source = {f"layers.{layer}.w": rows((7, 2), 2, first_rank=2 * (layer >= 3)) for layer in range(5)}
     target = {name: rows((7, 2), 3, first_rank=4) for name in source}
     assert_exact(deliver(side("source", source), side("target", target)))
+
+
+def test_layers_that_no_stage_holds_are_named():
+    """30 layers in four stages that hold 28, as when a count per stage is wrong."""
+    names = [f"model.layers.{layer}.mlp.{part}_proj.weight" for layer in range(30) for part in ("up", "down")]
+    source = {n: rows((4, 2), 1, first_rank=int(n.split(".")[2]) // 7) for n in names if int(n.split(".")[2]) < 28}
+    target = {name: rows((4, 2), 2, first_rank=4) for name in names}
+    with pytest.raises(LayoutError) as caught:
+        RefitPlan(Job(side("source", source), side("target", target), Topology.of([range(6)]), RefitSettings()))
+    assert caught.value.tensor.startswith("model.layers.28.")
+    assert caught.value.rank == 4
+    assert "nor 3 others; no source rank holds anything of model.layers.28, model.layers.29" in str(caught.value)
+
+
+def test_a_name_that_the_source_lacks_is_refused_with_the_rank_that_needs_it():
+    source = side("source", {"model.layers.0.a": rows((4, 2), 2)})
+    target = side(
+        "target", {"model.layers.0.a": rows((4, 2), 2, first_rank=2), "model.layers.0.b": rows((4,), 1, first_rank=3)}
+    )
+    with pytest.raises(
+        LayoutError,
+        match=r"tensor model.layers.0.b: rank 3: expected a tensor that the source has.*, got no such tensor$",
+    ):
+        plan_transfer(source, target)
+
+
+def test_a_tensor_on_two_pipeline_stages_travels_once():
+    """A tied embedding on the first and the last stage; test_session has what happens when its values differ."""
+    here = Layout((6, 4), Mesh.from_ranks(("pp",), (2,), (0, 3)), (Replicate(),))
+    delivery = deliver(side("source", {"w": here}), side("target", {"w": whole((6, 4), 2, first_rank=4)}))
+    assert_exact(delivery)
+    assert delivery.network_bytes == 6 * 4 * 4
+
+
+def test_one_more_target_rank_is_another_plan():
+    source = side("source", {"w": rows((8, 3), 2)})
+    plans = []
+    for replicas in (2, 3):
+        target = side("target", {"w": whole((8, 3), replicas, first_rank=2)})
+        plan = RefitPlan(Job(source, target, Topology.of([range(2 + replicas)]), RefitSettings(coverage="all")))
+        assert plan.summary().received_by_rank == dict.fromkeys(range(2, 2 + replicas), 8 * 3 * 4)
+        plans.append(plan.digest())
+    assert plans[0] != plans[1]
+
+
+def test_experts_stored_one_by_one_and_fused():
+    """Six experts of [5, 3] gates and ups: a parameter for each, over two ranks, and [3, 2 * 5, 3] on each of two."""
+    specs = tuple(TensorSpec(f"experts.{part}_proj.weight", (6, 5, 3), "float32") for part in ("gate", "up"))
+
+    def one_by_one(role, first):
+        def pieces(rank):
+            for spec in specs:
+                for expert in range(3 * rank, 3 * rank + 3):
+                    box = Box.of((expert, expert + 1), (0, 5), (0, 3))
+                    yield Piece(spec.name, box, f"{expert}.{spec.name}", 0, (1, 3, 1))
+
+        return Manifest.of([RankManifest(first + rank, role, specs, tuple(pieces(rank))) for rank in (0, 1)])
+
+    def fused(role, first):
+        """Rank 0 has the even experts: an engine's expert map need not be in order."""
+
+        def pieces(rank):
+            for place, expert in enumerate(range(rank, 6, 2)):
+                for number, spec in enumerate(specs):
+                    box = Box.of((expert, expert + 1), (0, 5), (0, 3))
+                    yield Piece(spec.name, box, "w13", (place * 2 + number) * 15, (30, 3, 1))
+
+        return Manifest.of([RankManifest(first + rank, role, specs, tuple(pieces(rank))) for rank in (0, 1)])
+
+    for source, target in ((one_by_one, fused), (fused, one_by_one), (fused, fused)):
+        assert_exact(deliver(source("source", 0), target("target", 2)))
+    fewer = RankManifest(1, "source", (TensorSpec(specs[0].name, (5, 5, 3), "float32"),), ())
+    with pytest.raises(LayoutError, match=r"rank 1: expected \[6, 5, 3\] float32, got \[5, 5, 3\] float32"):
+        Manifest.of([one_by_one("source", 0).ranks[0], fewer])
 
 
 PROJECTIONS = Fusion(0, tuple(map(Part, ("q", "k", "v", "z", "beta", "alpha"), (8, 8, 16, 16, 2, 2))))

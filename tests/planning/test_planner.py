@@ -23,7 +23,7 @@ def side(role, shape, *, dtype="float32", name="w", first_rank=0):
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        (side("target", (8, 4), name="v", first_rank=2), "tensor v: expected a tensor that the source has"),
+        (side("target", (8, 4), name="v", first_rank=2), "tensor v: rank 2: expected a tensor that the source has"),
         (
             side("target", (8, 5), first_rank=2),
             r"tensor w: .*shape \[8, 4\], got the target's \[8, 5\]",

@@ -354,6 +354,10 @@ def test_replicas_of_a_source_that_differ_are_named_by_verification(holder):
         with pytest.raises((AgreementError, VerificationError, TransferError)) as caught:
             session.run(1)
         assert session.version == -1
+        # Known before a byte moved.
+        assert all(
+            (buffer == 255).all() for side in cluster.wanted.bindings.values() for buffer in side.buffers.values()
+        )
         return str(caught.value)
 
     box = "[0:4]" if first == 0 else "[4:8]"

@@ -120,7 +120,7 @@ def test_load_by_path(package: str) -> None:
         ("nowhere_at_all.sub:Class", "no module 'nowhere_at_all'"),
         ("{0}:Nobody", "no class"),
         ("{0}:value", "no class"),
-        ("{0}:Other", "lacks digest, traffic, check, footprint"),
+        ("{0}:Other", "lacks digest, traffic, check, footprint, legs"),
     ],
 )
 def test_load_of_what_is_not_there(package: str, target: str, reason: str) -> None:
