@@ -37,12 +37,23 @@ class SequenceParallelRMSNorm(nn.RMSNorm):
 
 
 class LatentDotProductAttention(DotProductAttention):  # type: ignore[misc]
-    """Attention whose values are of another width than its queries; Megatron's own local class takes one width."""
+    """Attention whose values are of another width than its queries; Megatron's own local class takes one width.
 
-    def __init__(self, config: TransformerConfig, *args: Any, k_channels: int, v_channels: int, **options: Any) -> None:
+    Latent attention builds one without widths first, and throws it away.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *args: Any,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(config, *args, **options)
-        self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
-        self.hidden_size_per_attention_head = k_channels
+        if k_channels is not None and v_channels is not None:
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+            self.hidden_size_per_attention_head = k_channels
 
 
 def initialize_parallel_state(cut: MegatronParallelism, *, timeout_s: float) -> None:
