@@ -55,6 +55,20 @@ _GLM: dict[str, Any] = {
     "n_group": 1,
     "topk_group": 1,
 }
+_MAMBA: dict[str, Any] = {
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "n_groups": 4,
+    "ssm_state_size": 6,
+    "conv_kernel": 4,
+    "chunk_size": 8,
+    "use_mamba_kernels": False,
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 48,
+    "moe_shared_expert_intermediate_size": 40,
+    "num_experts_per_tok": 2,
+    "routed_scaling_factor": 1.5,
+}
 # What the class is called, and what its config has beyond the common parts.
 _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -65,6 +79,8 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("DeepseekV2", {**_LATENT, "q_lora_rank": None, "topk_method": "greedy", "n_group": 1}),
     "deepseek_v3": ("DeepseekV3", _LATENT),
     "glm": ("Glm4Moe", _GLM),
+    "nemotron": ("NemotronH", {**_MAMBA, "hybrid_override_pattern": "M-M*"}),
+    "nemotron_moe": ("NemotronH", {**_MAMBA, "hybrid_override_pattern": "ME*M-"}),
 }
 
 
@@ -77,10 +93,13 @@ def make_checkpoint(
     name, extra = _KINDS[kind]
     config_class, model_class = getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}ForCausalLM")
     torch.manual_seed(seed)
-    model = model_class(config_class(**{**_COMMON, **extra, **overrides}))
+    options = {**_COMMON, **extra, **overrides}
+    if "hybrid_override_pattern" in options:
+        options["num_hidden_layers"] = len(options["hybrid_override_pattern"])
+    model = model_class(config_class(**options))
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if "norm" in name or name.endswith("bias"):
+            if "norm" in name or name.endswith(("bias", ".D", "A_log")):
                 tensor.add_(torch.randn_like(tensor) * 0.1)
     model.to(torch.float32).save_pretrained(folder, max_shard_size=max_shard_size)
     return folder

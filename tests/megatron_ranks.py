@@ -49,9 +49,13 @@ def _snapshot(worker: Any) -> Snapshot:
 def start(
     rank: int, world_size: int, port: int, checkpoint: Path, parallelism: MegatronParallelism, **options: Any
 ) -> Any:
-    from refit_transport.cluster.training import TrainingWorker
+    from megatron_hybrids import BUILDERS, HybridWorker
 
-    return TrainingWorker(
+    from refit_transport.cluster.training import TrainingWorker
+    from refit_transport.config.checkpoint_config import read_config
+
+    hybrid = read_config(checkpoint).get("architectures", [""])[0] in BUILDERS
+    return (HybridWorker if hybrid else TrainingWorker)(
         rank=rank,
         world_size=world_size,
         init_method=f"tcp://127.0.0.1:{port}",

@@ -88,6 +88,11 @@ CASES = (
     *_sparse("deepseek_v2", {"n_routed_experts": 6}),
     *_sparse("deepseek_v3", {"n_routed_experts": 6}),
     *_sparse("glm", {"n_routed_experts": 6}, vocab_size=153),
+    Case("nemotron", "tp4-of-2-kv-heads-vocab151", Cut(4), 4, _VOCAB, _PADDED),
+    Case("nemotron", "tp2", Cut(2)),
+    Case("nemotron", "pp2-uneven", Cut(pipeline=2, last_stage_layers=1)),
+    Case("nemotron", "tp2-pp2-sp", Cut(2, pipeline=2, sequence_parallel=True), 4),
+    *_sparse("nemotron_moe", {"n_routed_experts": 6}),
     Case("deepseek_v3", "tp4", Cut(4, expert=2, expert_tensor=2, sequence_parallel=True), 4),
     Case("glm", "tp4-of-2-kv-heads", Cut(4, expert=4, expert_tensor=1, sequence_parallel=True), 4),
 )
