@@ -225,4 +225,151 @@ def nemotron(facts: Any, model: Any, cut: Any, *, dtype: torch.dtype, vocab: int
     )
 
 
-BUILDERS: dict[str, Callable[..., Any]] = {"NemotronHForCausalLM": nemotron}
+def _gpt(config: Any, spec: Any, *, vocab: int, **options: Any) -> Any:
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=vocab,
+        max_sequence_length=128,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        parallel_output=True,
+        position_embedding_type="rope",
+        **options,
+    )
+
+
+def gpt_oss(facts: Any, model: Any, cut: Any, *, dtype: torch.dtype, vocab: int) -> Any:
+    """Attention sinks, biases, and a clamped activation between interleaved gate and up projections."""
+    from megatron.core.activations import quick_gelu
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    from refit_transport.cluster.megatron_families import rotary_options
+    from refit_transport.cluster.megatron_model import SequenceParallelRMSNorm, _replaced
+
+    config = TransformerConfig(
+        **_plain(
+            model,
+            cut,
+            dtype=dtype,
+            **_attention(facts),
+            layernorm_epsilon=facts.get("rms_norm_eps"),
+            ffn_hidden_size=facts.size("intermediate_size"),
+            num_moe_experts=model.experts,
+            moe_ffn_hidden_size=facts.size("intermediate_size"),
+            moe_router_topk=facts.size("num_experts_per_tok"),
+            add_bias_linear=True,
+            gated_linear_unit=True,
+            activation_func=quick_gelu,
+            activation_func_clamp_value=7.0,
+            glu_linear_offset=1.0,
+            softmax_type="learnable",
+        )
+    )
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    spec = _replaced(spec, {WrappedTorchNorm: SequenceParallelRMSNorm})
+    return _gpt(config, spec, vocab=vocab, **rotary_options(facts))
+
+
+def qwen_next(facts: Any, model: Any, cut: Any, *, dtype: torch.dtype, vocab: int) -> Any:
+    """Gated DeltaNet layers with a gated attention layer after every third; norms are zero-centred, all of them."""
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.ssm import gated_delta_net
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer import TransformerConfig, TransformerLayer, TransformerLayerSubmodules
+    from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    from refit_transport.cluster.megatron_families import rotary_options
+    from refit_transport.cluster.megatron_model import SequenceParallelRMSNorm
+
+    class Norm(SequenceParallelRMSNorm):
+        """As TransformerEngine's with `layernorm_zero_centered_gamma`."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return functional.rms_norm(x, self.normalized_shape, 1 + self.weight, self.eps)
+
+    gated_delta_net.HAVE_FLA = True
+    gated_delta_net.l2norm = lambda x: x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+    linear = [int(kind == "linear_attention") for kind in facts.get("layer_types")]
+    config = TransformerConfig(
+        **_plain(
+            model,
+            cut,
+            dtype=dtype,
+            **_attention(facts),
+            layernorm_epsilon=facts.get("rms_norm_eps"),
+            layernorm_zero_centered_gamma=True,
+            qk_layernorm=True,
+            attention_output_gate=True,
+            experimental_attention_variant="gated_delta_net",
+            deterministic_mode=True,
+            linear_attention_freq=linear,
+            linear_num_key_heads=facts.size("linear_num_key_heads"),
+            linear_num_value_heads=facts.size("linear_num_value_heads"),
+            linear_key_head_dim=facts.size("linear_key_head_dim"),
+            linear_value_head_dim=facts.size("linear_value_head_dim"),
+            linear_conv_kernel_dim=facts.size("linear_conv_kernel_dim"),
+            ffn_hidden_size=facts.size("intermediate_size"),
+            add_bias_linear=False,
+            gated_linear_unit=True,
+            activation_func=functional.silu,
+            num_moe_experts=model.experts,
+            moe_ffn_hidden_size=facts.size("moe_intermediate_size"),
+            moe_router_topk=facts.size("num_experts_per_tok"),
+            moe_router_pre_softmax=not facts.flag("norm_topk_prob"),
+            moe_shared_expert_intermediate_size=facts.size("shared_expert_intermediate_size"),
+            moe_shared_expert_gate=True,
+        )
+    )
+    full = ModuleSpec(
+        SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=LocalSpecProvider().core_attention(),
+            linear_proj=RowParallelLinear,
+            q_layernorm=Norm,
+            k_layernorm=Norm,
+        ),
+    )
+    recurrent = ModuleSpec(
+        gated_delta_net.GatedDeltaNet,
+        submodules=gated_delta_net.GatedDeltaNetSubmodules(
+            in_proj=ColumnParallelLinear, out_norm=Norm, out_proj=RowParallelLinear
+        ),
+    )
+    first = get_transformer_layer_offset(config)
+    layers = [
+        ModuleSpec(
+            TransformerLayer,
+            submodules=TransformerLayerSubmodules(
+                input_layernorm=Norm,
+                self_attention=recurrent if linear[layer] else full,
+                self_attn_bda=get_bias_dropout_add,
+                pre_mlp_layernorm=Norm,
+                mlp=get_moe_module_spec(use_te=False, num_experts=model.experts, moe_grouped_gemm=False),
+                mlp_bda=get_bias_dropout_add,
+            ),
+        )
+        for layer in range(first, first + get_num_layers_to_build(config))
+    ]
+    spec = TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm)
+    return _gpt(config, spec, vocab=vocab, **rotary_options(facts))
+
+
+BUILDERS: dict[str, Callable[..., Any]] = {
+    "NemotronHForCausalLM": nemotron,
+    "GptOssForCausalLM": gpt_oss,
+    "Qwen3NextForCausalLM": qwen_next,
+}

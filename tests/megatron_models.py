@@ -69,6 +69,22 @@ _MAMBA: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "routed_scaling_factor": 1.5,
 }
+_OSS: dict[str, Any] = {
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 48,
+    "sliding_window": 64,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+_NEXT: dict[str, Any] = {
+    **_EXPERTS,
+    "shared_expert_intermediate_size": 40,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+    "linear_conv_kernel_dim": 4,
+}
 # What the class is called, and what its config has beyond the common parts.
 _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -79,6 +95,8 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("DeepseekV2", {**_LATENT, "q_lora_rank": None, "topk_method": "greedy", "n_group": 1}),
     "deepseek_v3": ("DeepseekV3", _LATENT),
     "glm": ("Glm4Moe", _GLM),
+    "gpt_oss": ("GptOss", _OSS),
+    "qwen3_next": ("Qwen3Next", _NEXT),
     "nemotron": ("NemotronH", {**_MAMBA, "hybrid_override_pattern": "M-M*"}),
     "nemotron_moe": ("NemotronH", {**_MAMBA, "hybrid_override_pattern": "ME*M-"}),
 }
@@ -96,6 +114,9 @@ def make_checkpoint(
     options = {**_COMMON, **extra, **overrides}
     if "hybrid_override_pattern" in options:
         options["num_hidden_layers"] = len(options["hybrid_override_pattern"])
+    if kind == "qwen3_next":
+        kinds = ("linear_attention", "full_attention", "linear_attention")
+        options["layer_types"] = [kinds[layer % 3] for layer in range(options["num_hidden_layers"])]
     model = model_class(config_class(**options))
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

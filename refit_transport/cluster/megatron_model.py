@@ -192,3 +192,4 @@ def load_checkpoint(chunks: Sequence[nn.Module], source: MegatronSource, folder:
                 parameter.zero_()
         for piece in manifest.pieces:
             reader.copy_into(piece_view(piece, buffers), specs[piece.tensor], piece.box)
+    source.write_back()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
@@ -74,16 +74,27 @@ class _Memory:
     strides: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Shifted:
+    """A copy of the buffer `of` whose elements are larger by `by`."""
+
+    of: str
+    by: int
+    copy: torch.Tensor
+
+
 class MegatronSource:
     """The shards that one Megatron rank holds, as views into its live parameters.
 
     `chunks` are this rank's model chunks in virtual-pipeline order (one without interleaving), wrapped or not; `model`
-    is what the checkpoint's config says. Buffers are named `<chunk index>.<parameter name>`.
+    is what the checkpoint's config says. Buffers are named `<chunk index>.<parameter name>`. Norms that Megatron stores
+    less 1 and the checkpoint doesn't, or the reverse, are sent from copies, which are brought up to date by `buffers`.
     """
 
     def __init__(self, chunks: Sequence[nn.Module], model: LogicalModel) -> None:
         self._chunks = tuple(_unwrap(chunk) for chunk in chunks)
         self._naming = Naming(model)
+        self._shifted: dict[str, _Shifted] = {}
 
     def manifest(self, rank: int) -> RankManifest:
         """Describes this process's parameters as refit rank `rank`. Not collective.
@@ -99,6 +110,7 @@ class MegatronSource:
         drafts = any(each.sharded.key.startswith("mtp.") for found in described for each in found)
         for index, (chunk, found) in enumerate(zip(self._chunks, described, strict=True)):
             live = _LiveTensors.of(_named_tensors(chunk, index))
+            zero_centered = bool(getattr(getattr(chunk, "config", None), "layernorm_zero_centered_gamma", False))
             seen: dict[str, int] = {}
             for each in found:
                 memory, sharded = _memory(each, live, rank), each.sharded
@@ -113,6 +125,9 @@ class MegatronSource:
                 _check_cut(sharded, rank)
                 if self._naming.flagged(shard):
                     _check_flags(sharded, memory.live.tensor, rank)
+                shift = self._naming.shift(shard, zero_centered=zero_centered)
+                if shift:
+                    memory = self._copy(memory, shift)
                 dtype = str(sharded.data.dtype).removeprefix("torch.")
                 for placed in placed_here:
                     specs[placed.tensor] = TensorSpec(placed.tensor, placed.shape, dtype)
@@ -124,9 +139,27 @@ class MegatronSource:
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
         """The parameters (and persistent buffers) as they are now, without autograd."""
-        return {
+        found = {
             name: tensor.detach() for i, chunk in enumerate(self._chunks) for name, tensor in _named_tensors(chunk, i)
         }
+        for name, shifted in self._shifted.items():
+            torch.add(found[shifted.of], shifted.by, out=shifted.copy)
+            found[name] = shifted.copy
+        return found
+
+    def write_back(self) -> None:
+        """Gives the parameters what was written into their copies among `buffers`."""
+        live = {name: tensor for i, chunk in enumerate(self._chunks) for name, tensor in _named_tensors(chunk, i)}
+        with torch.no_grad():
+            for shifted in self._shifted.values():
+                live[shifted.of].copy_(shifted.copy - shifted.by)
+
+    def _copy(self, memory: _Memory, shift: int) -> _Memory:
+        name = f"{memory.live.name}{shift:+d}"
+        if name not in self._shifted:
+            copy = torch.empty_like(memory.live.tensor.detach())
+            self._shifted[name] = _Shifted(memory.live.name, shift, copy)
+        return replace(memory, live=_Live(name, self._shifted[name].copy))
 
 
 def _unwrap(chunk: nn.Module) -> nn.Module:

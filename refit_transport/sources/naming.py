@@ -174,6 +174,14 @@ class Naming:
         copies = [tensors[name].name for where, tensors in self._tensors.items() if where.drafter and name in tensors]
         return (*found, *(replace(placed, tensor=copy) for copy in copies for placed in found))
 
+    def shift(self, shard: Shard, *, zero_centered: bool) -> int:
+        """What a norm's elements in the checkpoint are more than in Megatron, whose norms are zero-centred or not."""
+        where, scope, inner, _ = self._read(shard)
+        parameter = self._parameter(where, scope, inner)
+        if parameter is None or not parameter.row.recentred or parameter.parts[0].tensor.row.group != "norm":
+            return 0
+        return int(zero_centered) - int(parameter.parts[0].tensor.row.zero_centered)
+
     def flagged(self, shard: Shard) -> bool:
         """Whether Megatron's modules always say at the parameter that tensor parallelism cuts it."""
         where, scope, inner, _ = self._read(shard)

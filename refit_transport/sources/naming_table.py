@@ -33,7 +33,8 @@ class Row:
     layer, or the transformer layer of a drafter (multi-token prediction); "drafter" what else a drafter's layer has.
     With `grouped` there is a block of rows per query group. `padded` allows Megatron more rows than the checkpoint has;
     they are no logical elements. `shared_as` is the name of a drafter's own copy, which Megatron doesn't keep apart.
-    `flagged`: Megatron's modules always say at the parameter that tensor parallelism cuts it. `beside` names another
+    `flagged`: Megatron's modules always say at the parameter that tensor parallelism cuts it. `recentred`: it is stored
+    less 1 where Megatron's config has zero-centred norms, if it is a norm. `beside` names another
     tensor of the layer without which the row doesn't apply. Of several rows with a key, the first that applies counts.
     """
 
@@ -43,6 +44,7 @@ class Row:
     grouped: bool = False
     padded: bool = False
     flagged: bool = True
+    recentred: bool = True
     shared_as: str = ""
     beside: str = ""
 
@@ -174,7 +176,8 @@ _RECURRENT: tuple[Row, ...] = (
     *_fields("mixer.in_proj.weight", "z x B C dt", "mixer.in_proj.weight"),
     *_fields("mixer.conv1d.weight", "x B C", "mixer.conv1d.weight"),
     *_fields("mixer.conv1d.bias", "x B C", "mixer.conv1d.bias"),
-    *(row for name in ("A_log", "D", "dt_bias", "norm.weight") for row in _layer(f"mixer.{name}", f"mixer.{name}")),
+    *(row for name in ("A_log", "D", "dt_bias") for row in _layer(f"mixer.{name}", f"mixer.{name}")),
+    Row("layer", ("mixer.norm.weight",), (Part("mixer.norm.weight"),), recentred=False),
     *_layer("mixer.out_proj.weight", "mixer.out_proj.weight"),
     # Gated DeltaNet: two packed projections (Qwen3-Next), or four (Qwen3.5).
     *_fields(f"{_GDN}.in_proj.weight", "query key value z", "linear_attn.in_proj_qkvz.weight"),

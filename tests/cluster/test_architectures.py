@@ -6,7 +6,7 @@ are right; and what they hold after a change, put into Hugging Face's model, mus
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,14 +54,14 @@ _MIXED = Cut(2, expert=2, expert_tensor=1, sequence_parallel=True)
 _FOUR = Cut(2, pipeline=2, expert=2, expert_tensor=1, sequence_parallel=True)
 
 
-def _sparse(kind: str, six: dict[str, Any], **model: Any) -> list[Case]:
+def _sparse(kind: str, six: dict[str, Any], four: MegatronParallelism = _FOUR, **model: Any) -> list[Case]:
     """Layouts of a model with experts: one in CI, the others at other awkward borders."""
     return [
         Case(kind, "tp2-ep2-etp1-vocab151", _MIXED, model=_VOCAB | model, options=_PADDED, nightly=False),
         Case(kind, "tp1-etp2", Cut(expert_tensor=2), model=model),
         Case(kind, "pp2-of-5", Cut(pipeline=2, last_stage_layers=2), model=_FIVE | model),
         Case(kind, "ep2-of-6", Cut(expert=2), model=six | model),
-        Case(kind, "tp2-pp2-ep2-etp1", _FOUR, 4, model=_VOCAB | model),
+        Case(kind, "tp2-pp2-ep2-etp1", four, 4, model=_VOCAB | model),
     ]
 
 
@@ -92,7 +92,11 @@ CASES = (
     Case("nemotron", "tp2", Cut(2)),
     Case("nemotron", "pp2-uneven", Cut(pipeline=2, last_stage_layers=1)),
     Case("nemotron", "tp2-pp2-sp", Cut(2, pipeline=2, sequence_parallel=True), 4),
-    *_sparse("nemotron_moe", {"n_routed_experts": 6}),
+    *_sparse("nemotron_moe", {"n_routed_experts": 6}, replace(_FOUR, last_stage_layers=2)),
+    # Megatron has biases of experts only where ETP is 1.
+    *(case for case in _sparse("gpt_oss", {"num_local_experts": 6}) if case.layout != "tp1-etp2"),
+    Case("gpt_oss", "tp4-of-2-kv-heads", Cut(4, expert=4, expert_tensor=1, sequence_parallel=True), 4),
+    *_sparse("qwen3_next", {"num_experts": 6}),
     Case("deepseek_v3", "tp4", Cut(4, expert=2, expert_tensor=2, sequence_parallel=True), 4),
     Case("glm", "tp4-of-2-kv-heads", Cut(4, expert=4, expert_tensor=1, sequence_parallel=True), 4),
 )
@@ -126,11 +130,11 @@ def test_ranks_hold_what_hugging_face_computes_with(case: Case, tmp_path: Path, 
         for stage in ("loaded", "perturbed")
     }
     assert_same(tensors["loaded"], {name: value.numpy() for name, value in checkpoint_tensors(folder).items()})
-    assert _largest(outcomes[0].logprobs["loaded"], model_logprobs(load_model(folder), prompts)) <= 2e-5
+    assert _largest(outcomes[0].logprobs["loaded"], model_logprobs(load_model(folder), prompts)) <= 5e-5
     save_file({name: torch.from_numpy(value) for name, value in tensors["perturbed"].items()}, folder / "changed")
     assert load_file(folder / "changed").keys() == tensors["loaded"].keys()
     (folder / "changed").rename(folder / "model.safetensors")
-    assert _largest(outcomes[0].logprobs["perturbed"], model_logprobs(load_model(folder), prompts)) <= 2e-5
+    assert _largest(outcomes[0].logprobs["perturbed"], model_logprobs(load_model(folder), prompts)) <= 5e-5
     assert _largest(outcomes[0].logprobs["perturbed"], outcomes[0].logprobs["loaded"]) > 1e-2
 
 

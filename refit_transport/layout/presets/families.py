@@ -9,7 +9,7 @@ from functools import partial
 from refit_transport.layout.presets import blocks
 from refit_transport.layout.presets.cuts import Vocabulary
 from refit_transport.layout.presets.facts import Facts
-from refit_transport.layout.presets.rows import Group, Row, Rows, norm, replicated, under, whole, width
+from refit_transport.layout.presets.rows import Group, Row, Rows, norm, replicated, under, whole, width, zero_centered
 from refit_transport.layout.presets.vision import gemma_vision, qwen_vision
 
 
@@ -60,10 +60,10 @@ def qwen_hybrid(facts: Facts, *, prefix: str, packed: bool) -> Outline:
     text, vision = facts.section("text_config"), facts.get("vision_config")
     attention = blocks.grouped_query_attention(text, bias=False, output_bias=False, qk_norm=True, gated=True)
     mlp = blocks.qwen_moe(text, packed=not packed)
-    full = _layer(text, self_attn=attention, mlp=mlp)
-    linear = _layer(text, linear_attn=blocks.gated_delta_net(text, packed=packed), mlp=mlp)
-    every = text.size("full_attention_interval", default=4)
-    count, drafters = text.size("num_hidden_layers"), text.count("mtp_num_hidden_layers")
+    full = zero_centered(*_layer(text, self_attn=attention, mlp=mlp))
+    mixer = under("linear_attn.", *blocks.gated_delta_net(text, packed=packed))
+    linear = (*zero_centered(*_layer(text, mlp=mlp)), *mixer)
+    drafters = text.count("mtp_num_hidden_layers")
     hidden = text.size("hidden_size")
     layer = _layer(text, self_attn=attention, mlp=blocks.qwen_moe(text, packed=False))
     drafter = [row for number in range(drafters) for row in under(f"mtp.layers.{number}.", *layer)]
@@ -72,11 +72,23 @@ def qwen_hybrid(facts: Facts, *, prefix: str, packed: bool) -> Outline:
         drafter += [norm(f"mtp.{name}", hidden) for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")]
     return _decoder(
         text,
-        [full if (number + 1) % every == 0 else linear for number in range(count)],
+        [full if kind == "full_attention" else linear for kind in _attention_kinds(text)],
         prefix=prefix,
-        drafter=drafter,
+        drafter=zero_centered(*drafter),
+        centered=True,
         vision=qwen_vision(Facts(vision, facts.source, facts.problems)) if vision else (),
     )
+
+
+def _attention_kinds(facts: Facts) -> list[str]:
+    """The kind of each layer; older configs give the distance between full attention layers instead."""
+    count, listed = facts.size("num_hidden_layers"), facts.get("layer_types")
+    if listed is None:
+        every = facts.size("full_attention_interval", default=4)
+        return ["linear_attention" if (number + 1) % every else "full_attention" for number in range(count)]
+    if len(listed) != count or set(listed) - {"linear_attention", "full_attention"}:
+        raise facts.error("layer_types", repr(listed), f"must name {count} layers linear_attention or full_attention")
+    return list(listed)
 
 
 def deepseek(facts: Facts) -> Outline:
@@ -121,7 +133,8 @@ def gemma3(facts: Facts) -> Outline:
     multimodal = text is not facts
     return _decoder(
         text,
-        [(*layer, *extra)] * text.size("num_hidden_layers"),
+        [zero_centered(*layer, *extra)] * text.size("num_hidden_layers"),
+        centered=True,
         prefix="language_model.model." if multimodal else "model.",
         tied=True,
         vision=gemma_vision(Facts(vision, facts.source, facts.problems), hidden=hidden) if vision else (),
@@ -245,14 +258,16 @@ def _decoder(
     tied: bool | None = None,
     drafter: Iterable[Row] = (),
     vision: Rows = (),
+    centered: bool = False,
 ) -> Outline:
     is_tied = facts.flag("tie_word_embeddings") if tied is None else tied
     head = () if is_tied else (_vocabulary(facts, "lm_head.weight", "lm_head"),)
+    last = (norm(f"{prefix}norm", facts.size("hidden_size")),)
     return Outline(
         first=(_vocabulary(facts, f"{prefix}embed_tokens.weight", "embedding"),),
         prefix=f"{prefix}layers.",
         layers=tuple(layers),
-        last=(norm(f"{prefix}norm", facts.size("hidden_size")), *head),
+        last=(*(zero_centered(*last) if centered else last), *head),
         tied=is_tied,
         drafter=tuple(drafter),
         vision=vision,

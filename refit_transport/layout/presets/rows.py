@@ -41,7 +41,8 @@ class Row:
     `name` follows the layer's prefix; `shape` is in elements. `trained` says how Megatron's tensor-parallel ranks
     divide it, `served` how vLLM's do. With `experts` dim 0 counts experts: expert parallelism divides it, and the
     expert-tensor ranks divide the rest. "mamba" also holds Gated DeltaNet. `packing` says what is packed in it. With
-    `inputs_first` a linear layer's last two dims are inputs and outputs, not the other way round.
+    `inputs_first` a linear layer's last two dims are inputs and outputs, not the other way round. A norm that is
+    `zero_centered` scales by 1 more than it stores.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Row:
     experts: bool = False
     packing: Packing | None = None
     inputs_first: bool = False
+    zero_centered: bool = False
 
     def named(self, prefix: str) -> Row:
         """The same under a longer name."""
@@ -74,6 +76,11 @@ def whole(name: str, shape: tuple[int, ...], group: Group) -> Row:
 def norm(name: str, size: int) -> Row:
     """The scale of a normalisation that every rank has."""
     return Row(f"{name}.weight", (size,), "norm")
+
+
+def zero_centered(*rows: Row) -> Rows:
+    """The same rows; their norms scale by 1 more than they store."""
+    return tuple(replace(row, zero_centered=True) if row.group == "norm" else row for row in rows)
 
 
 def divided(name: str, shape: tuple[int, ...], group: Group, *blocks: Block, dim: int = 0) -> Row:
