@@ -176,9 +176,13 @@ def _named_tensors(chunk: nn.Module, index: int) -> Iterator[tuple[str, torch.Te
         yield f"{index}.{name}", buffer
 
 
+# Without metadata, a stage that only drafts fails in Megatron. The group would number replicas, which nobody asks here.
+_METADATA = {"dp_cp_group": None}
+
+
 def _described(chunk: nn.Module) -> Iterator[_Described]:
     """What the chunk says that it holds; objects that aren't tensors (extra states) carry no weights."""
-    for entry in chunk.sharded_state_dict().values():  # type: ignore[operator]
+    for entry in chunk.sharded_state_dict(metadata=_METADATA).values():  # type: ignore[operator]
         factory = entry if isinstance(entry, ShardedTensorFactory) else None
         for number, sharded in enumerate(_built(entry.build()) if factory else [entry]):
             if isinstance(sharded, ShardedTensor):

@@ -160,12 +160,7 @@ class Naming:
         Raises:
             LayoutError: no row of the table explains the key for this model, or the sizes disagree with the model's.
         """
-        where, scope, inner, first = self._read(shard)
-        parameter = self._parameter(where, scope, inner)
-        if parameter is None:
-            architecture = self.model.architecture
-            expected = f"a Megatron key that the naming table explains for {architecture}"
-            raise LayoutError(shard.key, -1, expected, repr(shard.key))
+        parameter, first = self._explained(shard), self._read(shard)[3]
         _check_shape(parameter, shard, first)
         found = tuple(_placed(parameter, shard, first))
         if not drafts or not parameter.row.shared_as:
@@ -174,19 +169,24 @@ class Naming:
         copies = [tensors[name].name for where, tensors in self._tensors.items() if where.drafter and name in tensors]
         return (*found, *(replace(placed, tensor=copy) for copy in copies for placed in found))
 
+    def shape(self, key: str) -> tuple[int, ...]:
+        """The global shape of a parameter by a key that has the layer's number in it.
+
+        Raises:
+            LayoutError: no row of the table explains the key for this model.
+        """
+        return self._explained(Shard(key, (), Box(()))).shape
+
     def shift(self, shard: Shard, *, zero_centered: bool) -> int:
         """What a norm's elements in the checkpoint are more than in Megatron, whose norms are zero-centred or not."""
-        where, scope, inner, _ = self._read(shard)
-        parameter = self._parameter(where, scope, inner)
-        if parameter is None or not parameter.row.recentred or parameter.parts[0].tensor.row.group != "norm":
+        parameter = self._explained(shard)
+        if not parameter.row.recentred or parameter.parts[0].tensor.row.group != "norm":
             return 0
         return int(zero_centered) - int(parameter.parts[0].tensor.row.zero_centered)
 
     def flagged(self, shard: Shard) -> bool:
         """Whether Megatron's modules always say at the parameter that tensor parallelism cuts it."""
-        where, scope, inner, _ = self._read(shard)
-        parameter = self._parameter(where, scope, inner)
-        return parameter is None or parameter.row.flagged
+        return self._explained(shard).row.flagged
 
     def homes(self, tensor: str) -> tuple[Home, ...]:
         """The other direction: the Megatron parameters that hold a checkpoint tensor (canonical name), and its rows.
@@ -237,6 +237,14 @@ class Naming:
             expected, got = f"{self.model.layers} layers (model config)", f"{shard.global_shape[0]} (Megatron)"
             raise LayoutError(shard.key, -1, expected, got)
         return _Place(False, shard.box.offset[0]), "layer", match["rest"], 1
+
+    def _explained(self, shard: Shard) -> _Parameter:
+        where, scope, inner, _ = self._read(shard)
+        parameter = self._parameter(where, scope, inner)
+        if parameter is None:
+            expected = f"a Megatron key that the naming table explains for {self.model.architecture}"
+            raise LayoutError(shard.key, -1, expected, repr(shard.key))
+        return parameter
 
     def _parameter(self, where: _Place, scope: Scope, inner: str) -> _Parameter | None:
         key = (where, scope, inner)

@@ -29,7 +29,7 @@ class Chunk(nn.Module):
             setattr(self.weight, name, value)
         self.key, self.described = KEY, None
 
-    def sharded_state_dict(self) -> dict[str, ShardedTensor]:
+    def sharded_state_dict(self, metadata: object) -> dict[str, ShardedTensor]:
         data = self.weight if self.described is None else self.described
         return {
             "x": ShardedTensor.from_rank_offsets(self.key, data, (0, 1, 2), (1, 1, 2), prepend_axis_num=1),
@@ -119,11 +119,11 @@ def test_an_element_in_two_parameters_is_refused() -> None:
             super().__init__(**FLAGGED)
             self.copy = nn.Parameter(torch.zeros(8, 8))
 
-        def sharded_state_dict(self) -> dict[str, ShardedTensor]:
+        def sharded_state_dict(self, metadata: object) -> dict[str, ShardedTensor]:
             twice = ShardedTensor.from_rank_offsets(self.key, self.copy, (0, 1, 2), (1, 1, 2), prepend_axis_num=1)
             for name, value in FLAGGED.items():
                 setattr(self.copy, name, value)
-            return {**super().sharded_state_dict(), "y": twice}
+            return {**super().sharded_state_dict(metadata), "y": twice}
 
     with pytest.raises(LayoutError, match=r"q_proj.*rank 1: .*each element in one parameter.*0\.weight, 0\.copy"):
         MegatronSource([Doubled()], MODEL).manifest(1)
