@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -96,6 +97,18 @@ def test_what_it_cannot_explain_is_refused(change: dict[str, Any], message: str)
         setattr(chunk, name, value)
     with pytest.raises(LayoutError, match=message):
         MegatronSource([chunk], MODEL).manifest(0)
+
+
+def test_shards_that_do_not_add_up_are_refused() -> None:
+    """Two shards of 8 rows make no 24: the last one, or a third, is missing."""
+
+    class Short(Chunk):
+        def sharded_state_dict(self, metadata: object) -> dict[str, ShardedTensor]:
+            (sharded,) = super().sharded_state_dict(metadata).values()
+            return {"x": replace(sharded, global_shape=(2, 24, 8))}
+
+    with pytest.raises(LayoutError, match=r"2 shards of 24 in dim 0, got a shard of 8"):
+        MegatronSource([Short(**FLAGGED)], qwen(layers=2, hidden=8, vocab=12, head_dim=3, intermediate=6)).manifest(0)
 
 
 @pytest.mark.parametrize("flags", [{}, {"tensor_model_parallel": False}, {**FLAGGED, "partition_dim": 1}])

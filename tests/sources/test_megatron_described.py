@@ -1,18 +1,20 @@
-"""How Megatron stores experts, and its drafter, against what it means: real modules on real ranks."""
+"""How Megatron describes stored experts, drafters and rare layouts, and what it means: real modules on real ranks."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 from megatron_checks import assemble
-from megatron_experts import MOE, drafting, grouped, stacked
+from megatron_described import MOE, described, drafting, grouped, stacked
 from megatron_ranks import Snapshot
+from preset_checks import contents
 from rank_pool import RankPool
 from small_models import SMALL
 
 from refit_transport.errors import LayoutError
 from refit_transport.layout.manifest import Manifest, RankManifest
 from refit_transport.layout.parallelism import MegatronParallelism
+from refit_transport.layout.presets.megatron import source_manifest
 from refit_transport.layout.presets.model import LogicalModel
 from refit_transport.sources.naming import check_complete
 
@@ -81,3 +83,35 @@ def test_a_drafter_is_described_whole(two_ranks: RankPool, cut: MegatronParallel
         check_complete(Manifest.of([RankManifest(0, "source", lost, ())]), model)
     main = tuple(spec for spec in manifest.tensors if not spec.name.startswith("model.layers.4."))
     check_complete(Manifest.of([RankManifest(0, "source", main, ())]), model)
+
+
+@pytest.mark.e2e
+def test_stages_may_be_given_layer_by_layer(two_ranks: RankPool) -> None:
+    """Chunks of 0, 3, 1 and 0 layers: the embedding and the head have stages of their own."""
+    stages = [["embedding"], ["decoder"] * 3, ["decoder"], ["loss"]]
+    cut = MegatronParallelism(pipeline=2, virtual_pipeline=2)
+    outcomes = two_ranks.run(described, config=SMALL["llama"], cut=cut, stages=stages)
+    model = LogicalModel.from_config(SMALL["llama"])
+    manifest = Manifest.of(outcome["manifest"] for outcome in outcomes)
+    check_complete(manifest, model)
+    held = [{model_layer(spec.name) for spec in ranked.tensors} for ranked in manifest.ranks]
+    assert held == [{"model.embed_tokens.weight", 3}, {0, 1, 2, "model.norm.weight", "lm_head.weight"}]
+
+
+def model_layer(name: str) -> int | str:
+    return int(name.split(".")[2]) if ".layers." in name else name
+
+
+@pytest.mark.e2e
+def test_context_parallel_ranks_are_replicas(four_ranks: RankPool) -> None:
+    outcomes = four_ranks.run(described, config=SMALL["llama"], cut=MegatronParallelism(2), context=2)
+    manifest = Manifest.of(outcome["manifest"] for outcome in outcomes)
+    preset = source_manifest(
+        LogicalModel.from_config(SMALL["llama"]),
+        MegatronParallelism(2),
+        world_size=4,
+        dtype="float32",
+        make_vocab_size_divisible_by=128,
+    )
+    assert contents(manifest) == contents(preset)
+    assert manifest.ranks[0].pieces == manifest.ranks[2].pieces != manifest.ranks[1].pieces

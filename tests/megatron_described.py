@@ -1,4 +1,4 @@
-"""What ranks of the tests of experts' storage and of multi-token prediction run."""
+"""What ranks of the tests of Megatron's own descriptions run: of experts' storage, drafters and rare layouts."""
 
 from __future__ import annotations
 
@@ -21,9 +21,12 @@ MOE |= {"num_experts_per_tok": 2, "num_key_value_heads": 2}
 
 
 @contextmanager
-def parallel_state(rank: int, world_size: int, port: int, cut: MegatronParallelism) -> Iterator[None]:
+def parallel_state(
+    rank: int, world_size: int, port: int, cut: MegatronParallelism, *, context: int = 1
+) -> Iterator[None]:
     import torch.distributed as dist
     from megatron.core import parallel_state as mpu
+    from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
     from refit_transport.cluster import megatron_cpu
     from refit_transport.cluster.megatron_model import initialize_parallel_state
@@ -31,7 +34,11 @@ def parallel_state(rank: int, world_size: int, port: int, cut: MegatronParalleli
     megatron_cpu.apply()
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
     try:
-        initialize_parallel_state(cut, timeout_s=60)
+        if context == 1:
+            initialize_parallel_state(cut, timeout_s=60)
+        else:
+            mpu.initialize_model_parallel(cut.tensor, cut.pipeline, context_parallel_size=context)
+            initialize_rng_tracker(inference_rng_tracker=True)
         yield
     finally:
         mpu.destroy_model_parallel()
@@ -180,3 +187,27 @@ def drafting(rank: int, world_size: int, port: int, cut: MegatronParallelism) ->
         manifest, pieces = held(MegatronSource([chunk], model), rank)
         names = [name for name, _ in chunk.named_parameters()]
         return {"manifest": manifest, "pieces": pieces, "names": names}
+
+
+def described(
+    rank: int,
+    world_size: int,
+    port: int,
+    config: dict[str, Any],
+    cut: MegatronParallelism,
+    stages: list[list[str]] | None = None,
+    context: int = 1,
+) -> dict[str, Any]:
+    """A model of that config with stages given layer by layer, or with context parallelism's groups."""
+    import dataclasses
+
+    from refit_transport.cluster.megatron_model import build_chunks, transformer_config
+    from refit_transport.sources.megatron import MegatronSource
+
+    model, facts = LogicalModel.from_config(config), Facts(config, "config.json")
+    with parallel_state(rank, world_size, port, cut, context=context):
+        megatron = transformer_config(facts, model, cut, dtype=torch.float32)
+        if stages is not None:
+            megatron = dataclasses.replace(megatron, pipeline_model_parallel_layout=stages)
+        chunks = build_chunks(facts, model, megatron, vocab=256)
+        return {"manifest": MegatronSource(chunks, model).manifest(rank)}
