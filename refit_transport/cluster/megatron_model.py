@@ -14,6 +14,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import nn
 
@@ -173,6 +174,14 @@ def _replaced(spec: Any, changes: Mapping[object, object]) -> Any:
         parts = {field.name: _replaced(getattr(spec, field.name), changes) for field in dataclasses.fields(spec)}
         return dataclasses.replace(spec, **parts)  # type: ignore[type-var]
     return spec
+
+
+def keep_router_biases_wide(chunks: Sequence[nn.Module]) -> None:
+    """Megatron widens these buffers to fp32 at the first forward pass: better before they are described."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, TopKRouter):
+                module._maintain_float32_expert_bias()
 
 
 def load_checkpoint(chunks: Sequence[nn.Module], source: MegatronSource, folder: Path, *, rank: int) -> None:

@@ -84,6 +84,7 @@ class TrainingWorker:
         chunks = self._model_chunks(dtype=dtype, vocab=vocab)
         # Torch's norms come in fp32; Megatron's own wrapper casts the whole model too.
         self._chunks = tuple(chunk.to(self._device, dtype) for chunk in chunks)
+        megatron_model.keep_router_biases_wide(self._chunks)
         self._source = MegatronSource(self._chunks, self._model)
         megatron_model.load_checkpoint(self._chunks, self._source, self._folder, rank=self.rank)
         experts = {tensor.name for tensor in self._model.main if tensor.row.experts}

@@ -120,6 +120,7 @@ class MegatronSource:
                     tuple(sharded.global_shape),
                     Box.at(sharded.global_offset, (1,) * sharded.prepend_axis_num + tuple(sharded.local_shape)),
                     sharded.prepend_axis_num,
+                    rank,
                 )
                 placed_here = self._naming.place(shard, drafts=drafts)
                 _check_cut(sharded, rank)

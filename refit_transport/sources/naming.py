@@ -31,13 +31,14 @@ class Shard:
     """What a rank holds of one Megatron parameter.
 
     `box` lies in `global_shape`; its first `prepended` dims (layer, expert) have size 1 and don't exist in the local
-    tensor.
+    tensor. `rank` is for errors.
     """
 
     key: str
     global_shape: tuple[int, ...]
     box: Box
     prepended: int = 0
+    rank: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +236,7 @@ class Naming:
         # Layers that are alike have their number as a prepended dim.
         if shard.global_shape[0] != self.model.layers:
             expected, got = f"{self.model.layers} layers (model config)", f"{shard.global_shape[0]} (Megatron)"
-            raise LayoutError(shard.key, -1, expected, got)
+            raise LayoutError(shard.key, shard.rank, expected, got)
         return _Place(False, shard.box.offset[0]), "layer", match["rest"], 1
 
     def _explained(self, shard: Shard) -> _Parameter:
@@ -243,7 +244,7 @@ class Naming:
         parameter = self._parameter(where, scope, inner)
         if parameter is None:
             expected = f"a Megatron key that the naming table explains for {self.model.architecture}"
-            raise LayoutError(shard.key, -1, expected, repr(shard.key))
+            raise LayoutError(shard.key, shard.rank, expected, repr(shard.key))
         return parameter
 
     def _parameter(self, where: _Place, scope: Scope, inner: str) -> _Parameter | None:
@@ -307,7 +308,7 @@ def _check_shape(parameter: _Parameter, shard: Shard, first: int) -> None:
     if not same or prepended not in {0, parameter.row_dim}:
         raise LayoutError(
             shard.key,
-            -1,
+            shard.rank,
             f"global shape {list(expected)} with {parameter.row_dim} prepended (model config)",
             f"{list(got)} with {prepended} (Megatron)",
         )

@@ -24,6 +24,8 @@ from refit_transport.layout.manifest import Manifest
 from refit_transport.layout.parallelism import MegatronParallelism
 from refit_transport.layout.presets.megatron import source_manifest
 from refit_transport.layout.presets.model import LogicalModel
+from refit_transport.layout.presets.vllm import EngineParallelism, target_manifest
+from refit_transport.planning.planner import plan_transfer
 from refit_transport.sources.naming import check_complete
 
 Cut = MegatronParallelism
@@ -125,6 +127,9 @@ def test_ranks_hold_what_hugging_face_computes_with(case: Case, tmp_path: Path, 
         logical, case.cut, world_size=case.ranks, dtype="float32", make_vocab_size_divisible_by=padding
     )
     assert _comparable(manifest) == _comparable(preset)
+    for engines in (EngineParallelism(), EngineParallelism(2), EngineParallelism(2, 2, 4 if logical.experts else 1)):
+        served = target_manifest(logical, engines, first_rank=case.ranks, dtype="float32")
+        plan_transfer(manifest, served).check(manifest, served)
     tensors = {
         stage: assemble([outcome.snapshots[stage] for outcome in outcomes], manifest)
         for stage in ("loaded", "perturbed")
@@ -143,3 +148,18 @@ def _comparable(manifest: Manifest) -> Any:
         rank: (specs, {name: boxes for name, boxes in held.items() if not name.endswith(_CUT_LOCALLY)})
         for rank, (specs, held) in contents(manifest).items()
     }
+
+
+@pytest.mark.e2e
+def test_router_biases_stay_wide_beside_narrow_weights(tmp_path: Path, two_ranks: RankPool) -> None:
+    """Megatron would widen them in the first forward pass, and the manifest would no longer be true."""
+    folder = make_checkpoint(tmp_path, kind="deepseek_v3", num_hidden_layers=2)
+    prompts = sequences(vocab=256, lengths=(5,), seed=1)
+    outcomes = two_ranks.run(
+        loaded_and_changed, checkpoint=folder, parallelism=Cut(), prompts=prompts, options={"precision": "bfloat16"}
+    )
+    for outcome in outcomes:
+        assert outcome.snapshots["loaded"].manifest == outcome.snapshots["perturbed"].manifest
+        dtypes = {spec.name: spec.dtype for spec in outcome.snapshots["loaded"].manifest.tensors}
+        wide = [name for name, dtype in dtypes.items() if dtype == "float32"]
+        assert wide == ["model.layers.1.mlp.gate.e_score_correction_bias"]

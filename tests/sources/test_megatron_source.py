@@ -86,8 +86,9 @@ def test_wrapped_chunks_are_unwrapped() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"key": "decoder.layers.self_attention.linear_unheard_of.weight"}, "linear_unheard_of"),
-        ({"described": torch.zeros(8, 8)}, "view of a live parameter"),
+        ({"key": "decoder.layers.self_attention.linear_unheard_of.weight"}, "linear_unheard_of.*rank 5: .*explains"),
+        ({"key": "decoder.layers.mlp.linear_fc2.weight"}, r"linear_fc2.*rank 5: .*\[8, 6\].*got \[16, 8\]"),
+        ({"described": torch.zeros(8, 8)}, "rank 5: expected a view of a live parameter"),
         ({"described": torch.zeros(7, 8)}, "live"),
     ],
 )
@@ -96,7 +97,7 @@ def test_what_it_cannot_explain_is_refused(change: dict[str, Any], message: str)
     for name, value in change.items():
         setattr(chunk, name, value)
     with pytest.raises(LayoutError, match=message):
-        MegatronSource([chunk], MODEL).manifest(0)
+        MegatronSource([chunk], MODEL).manifest(5)
 
 
 def test_shards_that_do_not_add_up_are_refused() -> None:
