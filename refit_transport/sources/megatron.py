@@ -64,6 +64,11 @@ class _Described:
     factory: ShardedTensorFactory | None
     number: int
 
+    def shard(self, rank: int) -> Shard:
+        sharded, prepended = self.sharded, self.sharded.prepend_axis_num
+        box = Box.at(sharded.global_offset, (1,) * prepended + tuple(sharded.local_shape))
+        return Shard(sharded.key, tuple(sharded.global_shape), box, prepended, rank)
+
 
 @dataclass(frozen=True, slots=True)
 class _Memory:
@@ -113,23 +118,15 @@ class MegatronSource:
             zero_centered = bool(getattr(getattr(chunk, "config", None), "layernorm_zero_centered_gamma", False))
             seen: dict[str, int] = {}
             for each in found:
-                memory, sharded = _memory(each, live, rank), each.sharded
-                seen[memory.live.name] = seen.get(memory.live.name, 0) + sharded.data.numel()
-                shard = Shard(
-                    sharded.key,
-                    tuple(sharded.global_shape),
-                    Box.at(sharded.global_offset, (1,) * sharded.prepend_axis_num + tuple(sharded.local_shape)),
-                    sharded.prepend_axis_num,
-                    rank,
-                )
+                memory, shard = _memory(each, live, rank), each.shard(rank)
+                seen[memory.live.name] = seen.get(memory.live.name, 0) + each.sharded.data.numel()
                 placed_here = self._naming.place(shard, drafts=drafts)
-                _check_cut(sharded, rank)
+                _check_cut(each.sharded, rank)
                 if self._naming.flagged(shard):
-                    _check_flags(sharded, memory.live.tensor, rank)
+                    _check_flags(each.sharded, memory.live.tensor, rank)
                 shift = self._naming.shift(shard, zero_centered=zero_centered)
-                if shift:
-                    memory = self._copy(memory, shift)
-                dtype = str(sharded.data.dtype).removeprefix("torch.")
+                memory = self._copy(memory, shift) if shift else memory
+                dtype = str(each.sharded.data.dtype).removeprefix("torch.")
                 for placed in placed_here:
                     specs[placed.tensor] = TensorSpec(placed.tensor, placed.shape, dtype)
                     pieces.append(_piece(placed, memory))
@@ -213,18 +210,24 @@ def _memory(described: _Described, live: _LiveTensors, rank: int) -> _Memory:
     numbers = torch.arange(factory.data.numel()).view(factory.data.shape)
     built = _built(factory.build_fn(factory.key, numbers, factory.replica_id, factory.flattened_range))
     taken = built[described.number].data  # type: ignore[attr-defined]
-    first = taken[(0,) * taken.dim()]
-    strides = tuple(
-        int(taken.select(dim, 1)[(0,) * (taken.dim() - 1)] - first) if size > 1 else 1
-        for dim, size in enumerate(taken.shape)
-    )
-    even = first + sum(
-        (torch.arange(size) * stride).view((-1,) + (1,) * (taken.dim() - 1 - dim))
-        for dim, (size, stride) in enumerate(zip(taken.shape, strides, strict=True))
-    )
-    if not torch.equal(taken, even.expand(taken.shape)):
+    first, strides = taken[(0,) * taken.dim()], _steps(taken)
+    even = sum(torch.meshgrid(*_multiples(taken.shape, strides), indexing="ij"), first)
+    if not torch.equal(taken, even):
         raise LayoutError(sharded.key, rank, "a strided view of a live parameter", "elements at uneven distances")
     return _Memory(whole.live, int(first), strides)
+
+
+def _steps(numbers: torch.Tensor) -> tuple[int, ...]:
+    """How much the numbers grow along each dim, at its beginning; 1 where a dim has one element."""
+    corner = (0,) * (numbers.dim() - 1)
+    return tuple(
+        int(numbers.select(dim, 1)[corner] - numbers.select(dim, 0)[corner]) if size > 1 else 1
+        for dim, size in enumerate(numbers.shape)
+    )
+
+
+def _multiples(shape: Iterable[int], strides: Iterable[int]) -> list[torch.Tensor]:
+    return [torch.arange(size) * stride for size, stride in zip(shape, strides, strict=True)]
 
 
 def _check_described(chunk: nn.Module, index: int, seen: Mapping[str, int], rank: int) -> None:

@@ -95,7 +95,7 @@ def balanced(model: LogicalModel, cut: MegatronParallelism) -> MegatronParalleli
 def training_misfits(model: LogicalModel, cut: MegatronParallelism, *, world_size: int) -> tuple[Misfit, ...]:
     """Every reason why this model can't be trained so on this many ranks; empty when it can."""
     found = misfits(model, cut, world_size=world_size)
-    if any(True for _ in size_misfits(cut)):
+    if tuple(size_misfits(cut)):
         return found
     return (
         *found,
