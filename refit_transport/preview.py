@@ -6,12 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from refit_transport.config.model import model_shape
+from refit_transport.config.model import logical_model
 from refit_transport.config.schema import RefitConfig
 from refit_transport.config.settings import FabricName
 from refit_transport.layout.manifest import RankRole
 from refit_transport.layout.presets.megatron import source_manifest
-from refit_transport.layout.presets.model import LogicalModel
 from refit_transport.layout.presets.vllm import EngineParallelism, target_manifest
 from refit_transport.places import Place, topology_of
 from refit_transport.planning.routing import Route
@@ -136,8 +135,7 @@ def preset_job(config: RefitConfig) -> Job:
     Raises:
         ConfigError, LayoutError: as `preview`.
     """
-    shape = model_shape(config)
-    model = LogicalModel.from_shape(shape)
+    model = logical_model(config)
     source = source_manifest(
         model,
         config.policy.megatron_cfg.parallelism,
@@ -145,7 +143,7 @@ def preset_job(config: RefitConfig) -> Job:
         dtype=config.policy.precision,
         make_vocab_size_divisible_by=config.policy.megatron_cfg.make_vocab_size_divisible_by,
     )
-    check_complete(source, shape)
+    check_complete(source, model)
     vllm = config.policy.generation.vllm_cfg
     tensor = vllm.tensor_parallel_size
     target = target_manifest(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -113,3 +114,27 @@ def submesh(rank: int, world_size: int, port: int) -> list[str]:
         mesh = DeviceMesh("cpu", list(range(world_size - 1))[::-1])
         tensor = distribute_tensor(torch.arange(7.0), mesh, [Shard(0)])
         return [f"{piece.box}" for piece in source_of({"w": tensor}).manifest(rank).pieces]
+
+
+def fully_sharded(rank: int, world_size: int, port: int, folder: Path) -> dict[str, Any]:
+    """A transformers model from a checkpoint, sharded by FSDP2, changed by a step; what its pieces hold."""
+    import transformers
+    from megatron_ranks import held
+
+    from refit_transport.config.checkpoint_config import read_config
+    from refit_transport.layout.presets.model import LogicalModel
+
+    with gloo(rank, world_size, port):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        mesh = init_device_mesh("cpu", (world_size,))
+        for layer in model.get_decoder().layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        source = source_of(model.state_dict, model=LogicalModel.from_config(read_config(folder)))
+        before = source.manifest(rank)
+        loss = model(input_ids=torch.arange(1, 9)[None]).logits.square().mean()
+        loss.backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        manifest, pieces = held(source, rank)
+        whole = {name: tensor.numpy() for name, tensor in full_state(model).items()}
+        return {"manifest": manifest, "pieces": pieces, "whole": whole, "unchanged": before == manifest}

@@ -7,7 +7,7 @@ from megatron_ranks import Outcome, Snapshot
 
 from refit_transport.layout.canonical import checkpoint_entries
 from refit_transport.layout.manifest import Manifest
-from refit_transport.layout.model_shape import ModelShape
+from refit_transport.layout.presets.model import LogicalModel
 from refit_transport.sources.naming import check_complete, expected_tensors
 
 
@@ -35,15 +35,15 @@ def assert_same(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> None
     assert not different, f"{len(different)} of {len(want)} differ: {different[:5]}"
 
 
-def check_weights(outcomes: list[Outcome], shape: ModelShape, *, dtype: str) -> dict[str, dict[str, np.ndarray]]:
+def check_weights(outcomes: list[Outcome], model: LogicalModel, *, dtype: str) -> dict[str, dict[str, np.ndarray]]:
     """At each stage, the pieces of all ranks are the hand-written export; returns them by stage."""
     tensors = {}
     for stage in outcomes[0].snapshots:
         snapshots = [outcome.snapshots[stage] for outcome in outcomes]
         manifest = Manifest.of(snapshot.manifest for snapshot in snapshots)
-        check_complete(manifest, shape)
+        check_complete(manifest, model)
         assert all(snapshot.padding == 0 for snapshot in snapshots)
-        assert set(manifest.tensors) == set(expected_tensors(shape, dtype=dtype))
+        assert set(manifest.tensors) == set(expected_tensors(model, dtype=dtype))
         oracle = {name: value for snapshot in snapshots for name, value in snapshot.exported.items()}
         tensors[stage] = assemble(snapshots, manifest)
         assert_same(tensors[stage], oracle)

@@ -32,12 +32,16 @@ class Outcome:
     losses: list[float] = field(default_factory=list)
 
 
-def _snapshot(worker: Any) -> Snapshot:
+def held(source: Any, rank: int) -> tuple[RankManifest, list[np.ndarray]]:
+    """What a rank says that it holds, and the elements of each piece."""
     from refit_transport.views import piece_view
 
-    source = worker.source()
-    manifest, buffers = source.manifest(worker.rank), source.buffers()
-    pieces = [piece_view(piece, buffers).clone().float().numpy() for piece in manifest.pieces]
+    manifest, buffers = source.manifest(rank), source.buffers()
+    return manifest, [piece_view(piece, buffers).clone().float().numpy() for piece in manifest.pieces]
+
+
+def _snapshot(worker: Any) -> Snapshot:
+    manifest, pieces = held(worker.source(), worker.rank)
     exported = export(worker._chunks, vocab=worker._model.vocab)
     return Snapshot(manifest, pieces, exported, largest_padding(worker._chunks, vocab=worker._model.vocab))
 
@@ -45,9 +49,13 @@ def _snapshot(worker: Any) -> Snapshot:
 def start(
     rank: int, world_size: int, port: int, checkpoint: Path, parallelism: MegatronParallelism, **options: Any
 ) -> Any:
-    from refit_transport.cluster.training import TrainingWorker
+    from megatron_hybrids import BUILDERS, HybridWorker
 
-    return TrainingWorker(
+    from refit_transport.cluster.training import TrainingWorker
+    from refit_transport.config.checkpoint_config import read_config
+
+    hybrid = read_config(checkpoint).get("architectures", [""])[0] in BUILDERS
+    return (HybridWorker if hybrid else TrainingWorker)(
         rank=rank,
         world_size=world_size,
         init_method=f"tcp://127.0.0.1:{port}",
@@ -141,6 +149,32 @@ def full_life(
                 worker.perturb(seed=7)
             worker.check_replicas()
             outcome.snapshots[stage] = _snapshot(worker)
+            outcome.logprobs[stage] = worker.logprobs(prompts)
+        return outcome
+    finally:
+        worker.shutdown()
+
+
+def loaded_and_changed(
+    *,
+    rank: int,
+    world_size: int,
+    port: int,
+    checkpoint: Path,
+    parallelism: MegatronParallelism,
+    prompts: list[list[int]],
+    options: dict[str, Any],
+) -> Outcome:
+    """Loads and scores, then changes every weight and scores again. No export: the oracle is Hugging Face's model."""
+    worker = start(rank, world_size, port, checkpoint, parallelism, **options)
+    try:
+        outcome = Outcome()
+        for stage in ("loaded", "perturbed"):
+            if stage == "perturbed":
+                worker.perturb(seed=7)
+            worker.check_replicas()
+            manifest, pieces = held(worker.source(), rank)
+            outcome.snapshots[stage] = Snapshot(manifest, pieces, {}, 0.0)
             outcome.logprobs[stage] = worker.logprobs(prompts)
         return outcome
     finally:

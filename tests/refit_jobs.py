@@ -21,7 +21,6 @@ from refit_transport.config.checkpoint_config import read_config
 from refit_transport.config.settings import RefitSettings
 from refit_transport.errors import LayoutError
 from refit_transport.fabrics.program import Binding
-from refit_transport.layout.model_shape import ModelShape
 from refit_transport.layout.parallelism import MegatronParallelism
 from refit_transport.layout.presets.megatron import source_manifest
 from refit_transport.layout.presets.model import LogicalModel
@@ -200,8 +199,7 @@ class RunningCase:
     def planned(self, **changes: Any) -> PlanSummary:
         """What presets of both sides say beforehand."""
         case, settings = self.case, self.settings(**changes)
-        model = ModelShape.from_config(read_config(self.folder))
-        logical, expert = LogicalModel.from_shape(model), case.tensor if case.expert_parallel else 1
+        logical, expert = LogicalModel.from_config(read_config(self.folder)), case.tensor if case.expert_parallel else 1
         source = source_manifest(logical, case.train, world_size=self.policy.count, dtype=case.dtype)
         target = target_manifest(
             logical,

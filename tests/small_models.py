@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from refit_transport.layout.presets.model import LogicalModel
+
 _TEXT: dict[str, Any] = {
     "hidden_size": 32,
     "num_hidden_layers": 4,
@@ -96,6 +98,16 @@ SMALL: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "q_lora_rank": None,
     },
+    "deepseek v2": {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        **_TEXT,
+        **_ROUTED,
+        **_MLA,
+        **_DEEPSEEK,
+        "num_key_value_heads": 8,
+        "q_lora_rank": None,
+        "topk_method": "greedy",
+    },
     "glm": {
         "architectures": ["Glm4MoeForCausalLM"],
         **_TEXT,
@@ -125,3 +137,38 @@ SMALL: dict[str, dict[str, Any]] = {
         "hybrid_override_pattern": "MEM*",
     },
 }
+
+
+def qwen(
+    *,
+    layers: int = 4,
+    hidden: int = 64,
+    vocab: int = 251,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 16,
+    intermediate: int = 96,
+    experts: int = 0,
+    moe_intermediate: int = 48,
+    shared: int = 0,
+    dense: tuple[int, ...] = (),
+    tied: bool = False,
+    qkv_bias: bool = False,
+) -> LogicalModel:
+    """A Qwen3 of these sizes; with experts in all layers but the `dense` ones, or with Qwen2's biases."""
+    kind = "Qwen3MoeForCausalLM" if experts else "Qwen2ForCausalLM" if qkv_bias else "Qwen3ForCausalLM"
+    config: dict[str, Any] = {
+        "architectures": [kind],
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "vocab_size": vocab,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "intermediate_size": intermediate,
+        "tie_word_embeddings": tied,
+    }
+    if experts:
+        config |= {"num_experts": experts, "moe_intermediate_size": moe_intermediate, "mlp_only_layers": list(dense)}
+        config |= {"shared_expert_intermediate_size": shared, "num_experts_per_tok": 2}
+    return LogicalModel.from_config(config)

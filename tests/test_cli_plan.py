@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from refit_transport.cli import app
 from refit_transport.config.load import load_config
-from refit_transport.config.model import model_shape
+from refit_transport.config.model import logical_model
 from refit_transport.errors import PlanError
 from refit_transport.preview import preset_job
 from refit_transport.sources.naming import expected_tensors
@@ -56,7 +56,7 @@ def planned(*arguments: str) -> dict:
 def model_bytes(*overrides: str) -> int:
     """Of all parameters of the demo's model, in float32."""
     config = load_config(DEMO, resolve_transport=resolve, overrides=overrides)
-    return sum(4 * spec.box.numel for spec in expected_tensors(model_shape(config), dtype="float32"))
+    return sum(4 * spec.box.numel for spec in expected_tensors(logical_model(config), dtype="float32"))
 
 
 def test_a_table_for_people_and_nothing_else(tmp_path):

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils
 
 _CPU = torch.device("cpu")
@@ -43,6 +44,12 @@ def router_without_transformer_engine() -> None:
         moe_utils.te_general_gemm = None
 
 
+def latent_attention_without_transformer_engine() -> None:
+    """Latent attention takes TransformerEngine for installed wherever Megatron's adapter to it can be imported."""
+    if not isinstance(multi_latent_attention.TELinear, type):
+        multi_latent_attention.HAVE_TE = False
+
+
 @contextmanager
 def tied_embeddings_stay_on_cpu() -> Iterator[None]:
     """While a model is built: tied embeddings on several pipeline stages call `weight.data.cuda()`."""
@@ -63,3 +70,4 @@ def apply() -> None:
         current_device_is_cpu()
         schedules_count_tokens_on_cpu()
         router_without_transformer_engine()
+        latent_attention_without_transformer_engine()

@@ -12,15 +12,18 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import nn
 
 from refit_transport.cluster.checkpoint import CheckpointReader
 from refit_transport.cluster.megatron_cpu import tied_embeddings_stay_on_cpu
-from refit_transport.errors import ConfigError, Violation
-from refit_transport.layout.model_shape import ModelShape
+from refit_transport.cluster.megatron_families import family_options, rotary_options
 from refit_transport.layout.parallelism import MegatronParallelism
+from refit_transport.layout.presets.facts import Facts
+from refit_transport.layout.presets.model import LogicalModel
 from refit_transport.sources.megatron import MegatronSource
 from refit_transport.views import piece_view
 
@@ -32,6 +35,26 @@ class SequenceParallelRMSNorm(nn.RMSNorm):
         super().__init__(hidden_size, eps=eps)
         # Megatron reads this attribute; torch's Parameter doesn't declare it.
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
+
+
+class LatentDotProductAttention(DotProductAttention):  # type: ignore[misc]
+    """Attention whose values are of another width than its queries; Megatron's own local class takes one width.
+
+    Latent attention builds one without widths first, and throws it away.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *args: Any,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(config, *args, **options)
+        if k_channels is not None and v_channels is not None:
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+            self.hidden_size_per_attention_head = k_channels
 
 
 def initialize_parallel_state(cut: MegatronParallelism, *, timeout_s: float) -> None:
@@ -50,28 +73,18 @@ def initialize_parallel_state(cut: MegatronParallelism, *, timeout_s: float) -> 
 
 
 def transformer_config(
-    config: Mapping[str, Any], model: ModelShape, cut: MegatronParallelism, *, dtype: torch.dtype
+    facts: Facts, model: LogicalModel, cut: MegatronParallelism, *, dtype: torch.dtype
 ) -> TransformerConfig:
     """Megatron's config for a Hugging Face config.
 
     Raises:
         ConfigError: the config asks for something that this mapping doesn't cover.
     """
-    _refuse_unsupported(config)
     options: dict[str, Any] = {
-        "num_layers": model.layers,
-        "hidden_size": model.hidden,
-        "ffn_hidden_size": model.intermediate,
-        "num_attention_heads": model.heads,
-        "num_query_groups": model.kv_heads,
-        "kv_channels": model.head_dim,
         "normalization": "RMSNorm",
-        "layernorm_epsilon": config.get("rms_norm_eps", 1e-6),
-        "qk_layernorm": model.qk_norm,
         "gated_linear_unit": True,
         "activation_func": nn.functional.silu,
         "add_bias_linear": False,
-        "add_qkv_bias": model.qkv_bias,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "attention_softmax_in_fp32": True,
@@ -80,10 +93,9 @@ def transformer_config(
         "bf16": dtype == torch.bfloat16,
         **_parallel_options(cut),
         **_PLAIN_KERNELS,
+        **family_options(facts, model),
     }
-    if model.moe_layers:
-        options |= _expert_options(config, model)
-    return TransformerConfig(**options)
+    return (MLATransformerConfig if "multi_latent_attention" in options else TransformerConfig)(**options)
 
 
 # Fused kernels come with apex or TransformerEngine; plain torch runs everywhere.
@@ -115,62 +127,7 @@ def _parallel_options(cut: MegatronParallelism) -> dict[str, Any]:
     }
 
 
-def _expert_options(config: Mapping[str, Any], model: ModelShape) -> dict[str, Any]:
-    return {
-        "num_moe_experts": model.experts,
-        "moe_ffn_hidden_size": model.moe_intermediate,
-        "moe_shared_expert_intermediate_size": model.shared_intermediate or None,
-        "moe_router_topk": config["num_experts_per_tok"],
-        # Softmax over the chosen experts only is the same as renormalising the full softmax's top k.
-        "moe_router_pre_softmax": not config.get("norm_topk_prob", False),
-        "moe_router_load_balancing_type": "none",
-        "moe_grouped_gemm": False,
-        # Gloo has no uneven all-to-all over several dims; all-gather works on every backend.
-        "moe_token_dispatcher_type": "allgather",
-        **(
-            {}
-            if len(model.moe_layers) == model.layers
-            else {"moe_layer_freq": [int(layer in model.moe_layers) for layer in range(model.layers)]}
-        ),
-    }
-
-
-def _rope_theta(config: Mapping[str, Any]) -> float:
-    """transformers 5 nests it; 10000 is the default of every supported architecture."""
-    nested = config.get("rope_parameters") or {}
-    return float(nested.get("rope_theta") or config.get("rope_theta") or 10000.0)
-
-
-def _refuse_unsupported(config: Mapping[str, Any]) -> None:
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    refused = [
-        Violation(path, str(value), reason, "")
-        for path, value, wrong, reason in (
-            ("rope_parameters.rope_type", rope_type, rope_type != "default", "only plain rotary embeddings are built"),
-            ("hidden_act", config.get("hidden_act"), config.get("hidden_act", "silu") != "silu", "only silu is built"),
-            (
-                "use_sliding_window",
-                config.get("use_sliding_window"),
-                bool(config.get("use_sliding_window")),
-                "sliding-window attention isn't built",
-            ),
-            (
-                "attention_bias",
-                config.get("attention_bias"),
-                bool(config.get("attention_bias")),
-                "a bias on the output projection isn't built",
-            ),
-        )
-        if wrong
-    ]
-    if refused:
-        raise ConfigError("config.json", tuple(refused))
-
-
-def build_chunks(
-    config: Mapping[str, Any], model: ModelShape, megatron: TransformerConfig, *, vocab: int
-) -> tuple[GPTModel, ...]:
+def build_chunks(facts: Facts, model: LogicalModel, megatron: TransformerConfig, *, vocab: int) -> tuple[GPTModel, ...]:
     """This rank's model chunks, in virtual-pipeline order. Collective over the embedding group when tied.
 
     `vocab` is the padded vocabulary. Needs Megatron's parallel state.
@@ -178,41 +135,53 @@ def build_chunks(
     count = megatron.virtual_pipeline_model_parallel_size
     stages = (None,) if count is None else tuple(range(count))
     with tied_embeddings_stay_on_cpu():
-        return tuple(_build_chunk(config, model, megatron, vocab=vocab, stage=stage) for stage in stages)
+        return tuple(_build_chunk(facts, model, megatron, vocab=vocab, stage=stage) for stage in stages)
 
 
 def _build_chunk(
-    config: Mapping[str, Any], model: ModelShape, megatron: TransformerConfig, *, vocab: int, stage: int | None
+    facts: Facts, model: LogicalModel, megatron: TransformerConfig, *, vocab: int, stage: int | None
 ) -> GPTModel:
     spec = get_gpt_decoder_block_spec(megatron, use_transformer_engine=False, normalization="RMSNorm", vp_stage=stage)
+    changes: dict[object, object] = {}
     if megatron.sequence_parallel:
-        spec = _with_norm(spec)
+        changes[WrappedTorchNorm] = SequenceParallelRMSNorm
+    if megatron.multi_latent_attention:
+        changes[DotProductAttention] = LatentDotProductAttention
+    spec = _replaced(spec, changes)
     where = {} if stage is None else {"ignore_virtual": False, "vp_stage": stage}
     return GPTModel(
         config=megatron,
         transformer_layer_spec=spec,
         vocab_size=vocab,
-        max_sequence_length=int(config.get("max_position_embeddings", 4096)),
+        max_sequence_length=facts.size("max_position_embeddings", default=4096),
         pre_process=parallel_state.is_pipeline_first_stage(**where),
         post_process=parallel_state.is_pipeline_last_stage(**where),
         parallel_output=True,
-        share_embeddings_and_output_weights=model.tied,
+        share_embeddings_and_output_weights=not any(tensor.group == "lm_head" for tensor in model.main),
         position_embedding_type="rope",
-        rotary_base=_rope_theta(config),
+        **rotary_options(facts),
         vp_stage=stage,
     )
 
 
-def _with_norm(spec: Any) -> Any:
-    """A copy of a module spec in which `SequenceParallelRMSNorm` stands for Megatron's wrapper."""
-    if spec is WrappedTorchNorm:
-        return SequenceParallelRMSNorm
+def _replaced(spec: Any, changes: Mapping[object, object]) -> Any:
+    """A copy of a module spec in which other classes stand for some of Megatron's."""
+    if isinstance(spec, type):
+        return changes.get(spec, spec)
     if isinstance(spec, list):
-        return [_with_norm(item) for item in spec]
-    if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
-        parts = {field.name: _with_norm(getattr(spec, field.name)) for field in dataclasses.fields(spec)}
-        return dataclasses.replace(spec, **parts)
+        return [_replaced(item, changes) for item in spec]
+    if dataclasses.is_dataclass(spec):
+        parts = {field.name: _replaced(getattr(spec, field.name), changes) for field in dataclasses.fields(spec)}
+        return dataclasses.replace(spec, **parts)  # type: ignore[type-var]
     return spec
+
+
+def keep_router_biases_wide(chunks: Sequence[nn.Module]) -> None:
+    """Megatron widens these buffers to fp32 at the first forward pass: better before they are described."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, TopKRouter):
+                module._maintain_float32_expert_bias()
 
 
 def load_checkpoint(chunks: Sequence[nn.Module], source: MegatronSource, folder: Path, *, rank: int) -> None:
@@ -232,3 +201,4 @@ def load_checkpoint(chunks: Sequence[nn.Module], source: MegatronSource, folder:
                 parameter.zero_()
         for piece in manifest.pieces:
             reader.copy_into(piece_view(piece, buffers), specs[piece.tensor], piece.box)
+    source.write_back()

@@ -25,6 +25,7 @@ def perturb(source: MegatronSource, *, rank: int, seed: int) -> None:
             view = piece_view(piece, buffers)
             noise = element_noise(specs[piece.tensor], piece.box, seed=seed).to(view.device)
             view.copy_(view.float() * (1 + _SCALE * noise) + _SHIFT * noise)
+    source.write_back()
 
 
 def element_noise(spec: TensorSpec, box: Box, *, seed: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ from refit_transport.cluster.checkpoint import CheckpointReader
 from refit_transport.cluster.job import RefitJob, agreed, ray_cluster, running_job
 from refit_transport.cluster.tiny_model import tiny_model
 from refit_transport.cluster.workers import collect
-from refit_transport.config.model import model_shape
+from refit_transport.config.model import logical_model
 from refit_transport.config.schema import RefitConfig
 from refit_transport.config.settings import RefitSettings
 from refit_transport.errors import ParityError
@@ -178,7 +178,7 @@ def token_batch(config: RefitConfig, step: int) -> list[list[int]]:
     """A global batch that a model can learn: arithmetic progressions of token ids with random start and stride."""
     run = config.refit_run
     dice = random.Random(f"{run.seed}/{step}")
-    vocab = model_shape(config).vocab
+    vocab = logical_model(config).vocab
     rows = []
     for _ in range(run.batch_size * config.data_parallel_size):
         start, stride = dice.randrange(vocab), dice.randrange(1, 8)

@@ -15,10 +15,14 @@ import torch.distributed as dist
 
 from refit_transport.config.checkpoint_config import read_config
 from refit_transport.errors import AgreementError, WorkerError
-from refit_transport.layout.model_shape import ModelShape
-from refit_transport.layout.parallelism import MegatronParallelism, check_parallelism, padded_vocab, require_fit
+from refit_transport.layout.parallelism import MegatronParallelism, padded_vocab, require_fit
+from refit_transport.layout.presets.facts import Facts
+from refit_transport.layout.presets.megatron import training_misfits
+from refit_transport.layout.presets.model import LogicalModel
 
 if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+
     from refit_transport.cluster.megatron_step import MicroBatch
     from refit_transport.sources.megatron import MegatronSource
 
@@ -55,9 +59,9 @@ class TrainingWorker:
             WorkerError: the ranks didn't find each other within the timeout.
         """
         self._folder = Path(checkpoint)
-        self._config = read_config(self._folder)
-        self._model = ModelShape.from_config(self._config, source=str(self._folder / "config.json"))
-        require_fit(check_parallelism(self._model, parallelism, world_size=world_size))
+        self._facts = Facts(read_config(self._folder), str(self._folder / "config.json"))
+        self._model = LogicalModel.from_config(self._facts.config, source=self._facts.source)
+        require_fit(training_misfits(self._model, parallelism, world_size=world_size))
         self.rank = rank
         self._cut = parallelism
         self._micro_batch_size = micro_batch_size
@@ -72,20 +76,26 @@ class TrainingWorker:
     def _build(self, precision: Precision, divisible_by: int, timeout_s: float) -> None:
         from refit_transport.cluster import megatron_cpu, megatron_model
         from refit_transport.sources.megatron import MegatronSource
-        from refit_transport.sources.naming import is_expert
 
         megatron_cpu.apply()
         megatron_model.initialize_parallel_state(self._cut, timeout_s=timeout_s)
         dtype: torch.dtype = getattr(torch, precision)
-        megatron = megatron_model.transformer_config(self._config, self._model, self._cut, dtype=dtype)
         vocab = padded_vocab(self._model.vocab, divisible_by=divisible_by, tensor=self._cut.tensor)
-        chunks = megatron_model.build_chunks(self._config, self._model, megatron, vocab=vocab)
+        chunks = self._model_chunks(dtype=dtype, vocab=vocab)
         # Torch's norms come in fp32; Megatron's own wrapper casts the whole model too.
         self._chunks = tuple(chunk.to(self._device, dtype) for chunk in chunks)
+        megatron_model.keep_router_biases_wide(self._chunks)
         self._source = MegatronSource(self._chunks, self._model)
         megatron_model.load_checkpoint(self._chunks, self._source, self._folder, rank=self.rank)
+        experts = {tensor.name for tensor in self._model.main if tensor.row.experts}
         pieces = self._source.manifest(self.rank).pieces
-        self._experts = frozenset(piece.buffer for piece in pieces if is_expert(piece.tensor))
+        self._experts = frozenset(piece.buffer for piece in pieces if piece.tensor in experts)
+
+    def _model_chunks(self, *, dtype: torch.dtype, vocab: int) -> Sequence[GPTModel]:
+        from refit_transport.cluster import megatron_model
+
+        megatron = megatron_model.transformer_config(self._facts, self._model, self._cut, dtype=dtype)
+        return megatron_model.build_chunks(self._facts, self._model, megatron, vocab=vocab)
 
     def train_step(self, token_batch: Sequence[Sequence[int]]) -> float:
         """One AdamW step on a global batch of token sequences; returns the batch's mean next-token cross entropy.

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from refit_transport.config.model import model_shape
+from refit_transport.config.model import logical_model
 from refit_transport.config.schema import RefitConfig
 from refit_transport.errors import ConfigError, UnknownTransportError, Violation
-from refit_transport.layout.model_shape import ModelShape
+from refit_transport.layout.presets.model import LogicalModel
 
 TransportLookup = Callable[[str | None], object]
 
@@ -24,7 +24,7 @@ class Job:
 
     config: RefitConfig
     document: Mapping[str, Any]
-    model: ModelShape | None
+    model: LogicalModel | None
     model_problems: tuple[Violation, ...]
     transport_problem: str
 
@@ -35,9 +35,9 @@ def job_of(config: RefitConfig, *, document: Mapping[str, Any], resolve_transpor
     return Job(config, document, model, problems, _transport_problem(config, resolve_transport))
 
 
-def _model(config: RefitConfig) -> tuple[ModelShape | None, tuple[Violation, ...]]:
+def _model(config: RefitConfig) -> tuple[LogicalModel | None, tuple[Violation, ...]]:
     try:
-        return model_shape(config), ()
+        return logical_model(config), ()
     except ConfigError as error:
         return None, error.violations
 

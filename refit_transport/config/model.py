@@ -9,13 +9,13 @@ from refit_transport.config.keys import shown
 from refit_transport.config.paths import MODEL
 from refit_transport.config.schema import RefitConfig
 from refit_transport.errors import ConfigError, Violation
-from refit_transport.layout.model_shape import ModelShape
+from refit_transport.layout.presets.model import LogicalModel
 
 _ARCHITECTURES = {"dense": "Qwen3ForCausalLM", "moe": "Qwen3MoeForCausalLM"}
 
 
-def model_shape(config: RefitConfig) -> ModelShape:
-    """The sizes of the model that is trained: of `refit_run.tiny_model` where it is to be made, else of the folder.
+def logical_model(config: RefitConfig) -> LogicalModel:
+    """The tensors of the model that is trained: of `refit_run.tiny_model` where it is to be made, else of the folder.
 
     Raises:
         ConfigError: there is no readable `config.json`, a size is missing, or the architecture isn't supported; one
@@ -23,12 +23,12 @@ def model_shape(config: RefitConfig) -> ModelShape:
     """
     tiny = config.refit_run.tiny_model
     if tiny is not None:
-        return ModelShape.from_config({"architectures": [_ARCHITECTURES[tiny.kind]], **tiny.hf_config()})
+        return LogicalModel.from_config({"architectures": [_ARCHITECTURES[tiny.kind]], **tiny.hf_config()})
     folder = Path(config.policy.model_name)
     if not folder.is_dir():
         raise _unusable(config, "is no folder")
     try:
-        return ModelShape.from_config(read_config(folder))
+        return LogicalModel.from_config(read_config(folder))
     except ConfigError as error:
         reason = "; ".join(f"{problem.path} {problem.reason} (got {problem.value})" for problem in error.violations)
         raise _unusable(config, f"has an unusable config.json: {reason}") from error

@@ -53,6 +53,7 @@ RULES: tuple[Rule, ...] = (
     Rule(rules_limits.not_colocated, reads=(f"{COLOCATED}.enabled",)),
     Rule(rules_limits.vllm_generates, reads=(_GENERATES,)),
     Rule(rules_limits.megatron_trains, reads=(_TRAINS,)),
+    Rule(rules_limits.architecture_is_trained, reads=_SHAPE),
     Rule(rules_limits.engine_is_synchronous, reads=(f"{VLLM}.async_engine",)),
     Rule(rules_limits.commit_is_available, reads=_of_both("commit")),
     Rule(rules_limits.vllm_precision_is_plain, reads=(f"{VLLM}.precision",)),

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from refit_transport.config.facts import Job
 from refit_transport.config.keys import shown, value_at
-from refit_transport.config.paths import COLOCATED, GENERATION, MEGATRON, REFIT_CFG, VLLM
+from refit_transport.config.paths import COLOCATED, GENERATION, MEGATRON, MODEL, REFIT_CFG, VLLM
 from refit_transport.errors import Violation
 
 # NeMo RL's switches that add, remove or re-encode weights, and what they ask for.
@@ -30,6 +30,18 @@ OTHER_WEIGHTS: Mapping[str, str] = {
     f"{GENERATION}.vllm_kwargs.quantization": "quantized weights",
     f"{GENERATION}.vllm_kwargs.speculative_config": "draft models",
 }
+
+TRAINED = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "MixtralForCausalLM",
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "Glm4MoeForCausalLM",
+)
 
 
 def not_colocated(job: Job) -> Iterator[Violation]:
@@ -54,6 +66,14 @@ def megatron_trains(job: Job) -> Iterator[Violation]:
         yield Violation(
             f"{MEGATRON}.enabled", "false", reason, "set it to true, and policy.dtensor_cfg.enabled to false"
         )
+
+
+def architecture_is_trained(job: Job) -> Iterator[Violation]:
+    """Training workers build a Megatron model of the checkpoint's architecture."""
+    if job.model is not None and job.model.architecture not in TRAINED:
+        reason = f"has the architecture {job.model.architecture}, whose training is not available yet"
+        remedy = f"use a model of {', '.join(TRAINED)}"
+        yield Violation(MODEL, shown(job.config.policy.model_name), reason, remedy)
 
 
 def engine_is_synchronous(job: Job) -> Iterator[Violation]:

@@ -11,16 +11,16 @@ from refit_transport.errors import Violation
 from refit_transport.layout.parallelism import (
     Misfit,
     Size,
-    absent_expert_misfits,
     dense_rank_misfits,
-    engine_misfits,
-    expert_count_misfits,
     expert_rank_misfits,
-    expert_training_misfits,
-    expert_width_misfits,
     sequence_misfits,
     stage_misfits,
-    width_misfits,
+)
+from refit_transport.layout.presets.building import (
+    dense_width_misfits,
+    expert_misfits,
+    expert_training_misfits,
+    expert_width_misfits,
 )
 
 
@@ -92,7 +92,8 @@ def training_cuts_tensors_evenly(job: Job) -> Iterator[Violation]:
     """Tensor parallelism divides heads and FFN width."""
     megatron, model = job.config.policy.megatron_cfg, job.model
     if megatron.enabled and model is not None:
-        yield from _trained(width_misfits(model, tensor=megatron.tensor_model_parallel_size), _DIVISOR)
+        misfits = dense_width_misfits(model, "source", tensor=megatron.tensor_model_parallel_size)
+        yield from _trained(misfits, _DIVISOR)
 
 
 def training_cuts_experts_evenly(job: Job) -> Iterator[Violation]:
@@ -101,9 +102,9 @@ def training_cuts_experts_evenly(job: Job) -> Iterator[Violation]:
     if not megatron.enabled or model is None:
         return
     expert = megatron.expert_model_parallel_size
-    yield from _trained(absent_expert_misfits(model, expert=expert), "set it to 1")
-    yield from _trained(expert_count_misfits(model, expert=expert), _DIVISOR)
-    yield from _trained(expert_width_misfits(model, expert_tensor=megatron.expert_tensor_ranks), _DIVISOR)
+    remedy = _DIVISOR if model.experts else "set it to 1"
+    yield from _trained(expert_misfits(model, expert=expert, uneven="refused"), remedy)
+    yield from _trained(expert_width_misfits(model, "source", expert_tensor=megatron.expert_tensor_ranks), _DIVISOR)
 
 
 def training_cuts_layers_evenly(job: Job) -> Iterator[Violation]:
@@ -127,8 +128,12 @@ def generation_cuts_tensors_evenly(job: Job) -> Iterator[Violation]:
     """vLLM's tensor parallelism divides heads and widths; experts are whole where they are spread."""
     vllm, model = job.config.policy.generation.vllm_cfg, job.model
     if _vllm_generates(job.config) and model is not None:
-        misfits = engine_misfits(model, tensor=vllm.tensor_parallel_size, expert=vllm.expert_parallel_size)
-        for misfit in misfits:
+        tensor, expert = vllm.tensor_parallel_size, vllm.expert_parallel_size
+        found = [*dense_width_misfits(model, "target", tensor=tensor)]
+        found += expert_misfits(model, expert=expert, uneven="taken")
+        if expert == 1:
+            found += expert_width_misfits(model, "target", expert_tensor=tensor)
+        for misfit in found:
             remedy = "set it to 1" if misfit.size == "expert" else _DIVISOR
             yield Violation(f"{VLLM}.{_ENGINE_KEYS[misfit.size]}", misfit.got, misfit.reason, remedy)
 

@@ -9,7 +9,8 @@ from refit_transport.layout.box import Box, Span
 from refit_transport.layout.manifest import TensorSpec
 
 _EXPERT = re.compile(r"^(?P<prefix>.*\.experts)\.(?P<index>\d+)\.(?P<rest>.+)$")
-_STACKED = re.compile(r"^(?P<prefix>.*\.experts)\.(?P<rest>[A-Za-z_].*)$")
+# Without a suffix behind the projection it is a stack in the checkpoint too: `experts.gate_up_proj`.
+_STACKED = re.compile(r"^(?P<prefix>.*\.experts)\.(?P<rest>[A-Za-z_]\w*\..+)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,8 @@ def checkpoint_entries(spec: TensorSpec) -> tuple[CheckpointEntry, ...]:
     ['m.experts.0.up_proj.weight', 'm.experts.1.up_proj.weight']
     >>> checkpoint_entries(TensorSpec("m.norm.weight", (4,), "float32"))[0].name
     'm.norm.weight'
+    >>> [entry.name for entry in checkpoint_entries(TensorSpec("m.experts.gate_up_proj", (2, 3, 10), "float32"))]
+    ['m.experts.gate_up_proj']
     """
     match = _STACKED.match(spec.name)
     if match is None:

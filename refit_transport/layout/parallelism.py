@@ -2,6 +2,7 @@
 
 The functions called `..._misfits` are about one concern each and take the sizes that they read, all at least 1. So a
 caller that knows some of the sizes only (a configuration with a misspelt key) still learns what is wrong with those.
+Those about a model's tensors stand in `presets/building.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from refit_transport.errors import ConfigError, Violation
-from refit_transport.layout.model_shape import ModelShape
 
 
 class Layered(Protocol):
@@ -157,46 +157,6 @@ class Misfit:
         return str(self.value).lower()
 
 
-def check_parallelism(model: ModelShape, parallelism: MegatronParallelism, *, world_size: int) -> tuple[Misfit, ...]:
-    """Every reason why this model can't be trained so on this many ranks; empty when it can.
-
-    >>> model = ModelShape("Qwen3ForCausalLM", 4, 64, 256, 4, 2, 16, 96, qk_norm=True)
-    >>> for misfit in check_parallelism(model, MegatronParallelism(tensor=3), world_size=3):
-    ...     print(misfit)
-    tensor parallel size 3 must divide the model's 4 attention heads
-    tensor parallel size 3 must divide, or be a multiple of, the model's 2 key-value heads
-    """
-    cut = parallelism
-    return tuple(size_misfits(cut)) or (
-        *dense_rank_misfits(world_size, tensor=cut.tensor, pipeline=cut.pipeline),
-        *expert_rank_misfits(world_size, pipeline=cut.pipeline, expert=cut.expert, expert_tensor=cut.experts_over),
-        *sequence_misfits(tensor=cut.tensor, sequence_parallel=cut.sequence_parallel),
-        *width_misfits(model, tensor=cut.tensor),
-        *stage_misfits(
-            model,
-            pipeline=cut.pipeline,
-            virtual_pipeline=cut.virtual_pipeline,
-            first_stage_layers=cut.first_stage_layers,
-            last_stage_layers=cut.last_stage_layers,
-        ),
-        *absent_expert_misfits(model, expert=cut.expert),
-        *expert_count_misfits(model, expert=cut.expert),
-        *expert_width_misfits(model, expert_tensor=cut.experts_over),
-        *expert_training_misfits(model, tensor=cut.tensor, sequence_parallel=cut.sequence_parallel),
-    )
-
-
-def engine_misfits(model: ModelShape, *, tensor: int, expert: int) -> Iterator[Misfit]:
-    """Every reason why a vLLM engine can't serve this model so. `expert` 1: each rank takes a part of every expert.
-
-    Experts that are spread stay whole, and some ranks may have one more than others.
-    """
-    yield from width_misfits(model, tensor=tensor)
-    yield from absent_expert_misfits(model, expert=expert)
-    if expert == 1:
-        yield from expert_width_misfits(model, expert_tensor=tensor)
-
-
 def require_fit(misfits: Iterable[Misfit]) -> None:
     """
     Raises:
@@ -240,21 +200,6 @@ def sequence_misfits(*, tensor: int, sequence_parallel: bool) -> Iterator[Misfit
         yield Misfit("sequence_parallel", sequence_parallel, "needs a tensor parallel size above 1")
 
 
-def width_misfits(model: ModelShape, *, tensor: int) -> Iterator[Misfit]:
-    """Tensor parallelism divides heads and the widths of dense layers. Megatron and vLLM agree on it."""
-    widths = {f"{model.heads} attention heads": model.heads}
-    if len(model.moe_layers) < model.layers:
-        widths[f"FFN width {model.intermediate}"] = model.intermediate
-    if model.shared_intermediate:
-        widths[f"shared experts' width {model.shared_intermediate}"] = model.shared_intermediate
-    for what, width in widths.items():
-        if width % tensor:
-            yield Misfit("tensor", tensor, f"must divide the model's {what}")
-    if model.kv_heads % tensor and tensor % model.kv_heads:
-        what = f"the model's {model.kv_heads} key-value heads"
-        yield Misfit("tensor", tensor, f"must divide, or be a multiple of, {what}")
-
-
 def stage_misfits(
     model: Layered, *, pipeline: int, virtual_pipeline: int, first_stage_layers: int, last_stage_layers: int
 ) -> Iterator[Misfit]:
@@ -282,28 +227,3 @@ def stage_misfits(
         if own % virtual_pipeline:
             which = "first" if size == "first_stage_layers" else "last"
             yield Misfit("virtual_pipeline", virtual_pipeline, f"must divide the {own} layers of the {which} stage")
-
-
-def absent_expert_misfits(model: ModelShape, *, expert: int) -> Iterator[Misfit]:
-    """Only experts can be spread."""
-    if not model.moe_layers and expert > 1:
-        yield Misfit("expert", expert, "must be 1, because the model has no experts")
-
-
-def expert_count_misfits(model: ModelShape, *, expert: int) -> Iterator[Misfit]:
-    """Megatron gives every rank as many experts; vLLM doesn't need that."""
-    if model.moe_layers and model.experts % expert:
-        yield Misfit("expert", expert, f"must divide the model's {model.experts} experts")
-
-
-def expert_width_misfits(model: ModelShape, *, expert_tensor: int) -> Iterator[Misfit]:
-    """Ranks that each take a part of every expert get equal parts."""
-    if model.moe_layers and model.moe_intermediate % expert_tensor:
-        yield Misfit("expert_tensor", expert_tensor, f"must divide the experts' width {model.moe_intermediate}")
-
-
-def expert_training_misfits(model: ModelShape, *, tensor: int, sequence_parallel: bool) -> Iterator[Misfit]:
-    """Megatron's own condition."""
-    if model.moe_layers and tensor > 1 and not sequence_parallel:
-        reason = "must be true: Megatron trains experts under tensor parallelism only with sequence parallelism"
-        yield Misfit("sequence_parallel", sequence_parallel, reason)

@@ -14,7 +14,11 @@ Coverage = Literal["ffn", "all"]
 RESHARD = "nccl_reshard"
 GATHER_BROADCAST = "gather_broadcast"
 
-_FFN = re.compile(r"\.(mlp|feed_forward|block_sparse_moe)(\.(shared_)?experts?)?\.(gate|up|down)_proj\.weight$")
+# Mixtral's w1, w3 and w2 are gate, up and down; some checkpoints stack experts with gate and up packed, and no suffix.
+_FFN = re.compile(
+    r"\.(mlp|feed_forward|block_sparse_moe|mixer)(\.(shared_)?experts?)?"
+    r"\.((gate|up|down)_proj\.weight|w[123]\.weight|(gate_up|down)_proj(_bias)?)$"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +57,11 @@ class Route:
 
 
 def is_ffn_projection(name: str) -> bool:
-    """Whether a canonical name is a gate, up or down projection, dense, shared or expert.
+    """Whether a canonical name is of a gate, up or down projection, dense, shared or expert.
 
     >>> is_ffn_projection("model.layers.3.mlp.experts.down_proj.weight")
+    True
+    >>> is_ffn_projection("backbone.layers.3.mixer.experts.up_proj.weight")
     True
     >>> is_ffn_projection("model.layers.3.self_attn.q_proj.weight")
     False

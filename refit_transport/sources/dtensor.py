@@ -1,6 +1,7 @@
 """State dicts of DTensors (FSDP2, tensor parallel, or both) describe themselves: a source or a target without tables.
 
-Names are canonical (see `layout.canonical`). What is no DTensor is whole on each rank.
+Names are canonical (see `layout.canonical`), or those of a transformers module where the model is given. What is no
+DTensor is whole on each rank.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from refit_transport.layout.layout import Layout
 from refit_transport.layout.manifest import Piece, RankManifest, Role, TensorSpec
 from refit_transport.layout.mesh import Mesh
 from refit_transport.layout.placement import Placement, Replicate, Shard, StridedShard
+from refit_transport.layout.presets.model import LogicalModel
 from refit_transport.memory import overlaps_itself
+from refit_transport.sources.module_names import ModuleNames
 from refit_transport.views import box_view, piece_view
 
 StateDict = Mapping[str, torch.Tensor]
@@ -55,12 +58,14 @@ def _placement(placement: TorchPlacement, axis: str, name: str) -> Placement:
     raise LayoutError(name, -1, f"shards or Replicate on axis {axis}", got or f"the unknown {placement!r}")
 
 
-def source_of(state: StateDict | Callable[[], StateDict]) -> StateDictSource:
+def source_of(state: StateDict | Callable[[], StateDict], *, model: LogicalModel | None = None) -> StateDictSource:
     """This process's part of a state dict as a refit source; a callable is asked anew for each refit.
 
-    `source_of(module.state_dict)` follows a module, FSDP2's included, whose storage may be rebound.
+    `source_of(module.state_dict)` follows a module, FSDP2's included, whose storage may be rebound. With `model` (see
+    `LogicalModel.from_config`) names and stacked experts are those of the transformers module, which must have exactly
+    the model's tensors; those of a vision tower are left out.
     """
-    return StateDictSource(_getter(state))
+    return StateDictSource(_getter(state), None if model is None else ModuleNames.of(model))
 
 
 def target_of(state: StateDict | Callable[[], StateDict], *, kept: Collection[str] = ()) -> StateDictTarget:
@@ -85,20 +90,24 @@ class _Held:
 class StateDictSource:
     """Implements `sources.base.Source`. Buffers are named as in the state dict and are the local tensors themselves."""
 
-    def __init__(self, state: Callable[[], StateDict]) -> None:
-        self._state = state
+    def __init__(self, state: Callable[[], StateDict], names: ModuleNames | None = None) -> None:
+        self._state, self._names = state, names
 
     def manifest(self, rank: int) -> RankManifest:
         """Describes this process's local tensors as refit rank `rank`.
 
         Raises:
-            LayoutError: a partial tensor, a local tensor whose shape contradicts its layout, an expert that is missing.
+            LayoutError: a partial tensor, a local tensor whose shape contradicts its layout, an expert that is missing;
+                with a model, a tensor that it doesn't have or that the module lacks, or sizes that disagree.
         """
-        return _manifest(rank, "source", list(_held(self._state())))
+        return _manifest(rank, "source", list(self._held(rank)))
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
         """The local tensors as they are now, without autograd."""
-        return {held.name: held.local for held in _held(self._state())}
+        return {held.name: held.local for held in self._held(-1)}
+
+    def _held(self, rank: int) -> Iterator[_Held]:
+        return _held(self._state()) if self._names is None else _held_by_module(self._state(), self._names, rank)
 
 
 class StateDictTarget:
@@ -192,6 +201,23 @@ def _held(state: StateDict) -> Iterator[_Held]:
         yield _Held(name, TensorSpec(found.tensor, shape, str(local.dtype).removeprefix("torch.")), local, pieces)
 
 
+def _held_by_module(state: StateDict, names: ModuleNames, rank: int) -> Iterator[_Held]:
+    """As `_held`, of a transformers module: an entry gives one for each canonical tensor in it."""
+    names.check_all(state, rank)
+    kept = [(name, tensor.detach()) for name, tensor in state.items() if name not in names.left_out]
+    known = {_memory_of(tensor) for name, tensor in kept if name in names.entries}
+    for name, tensor in kept:
+        if name not in names.entries and _memory_of(tensor) in known:
+            continue  # A tied head under a name of its own.
+        entry = names.check_shape(name, tuple(tensor.shape), rank)
+        local, pieces = local_part(name, tensor)
+        if local is None:
+            continue
+        parts = entry.parts(pieces)
+        for spec in entry.specs(str(local.dtype).removeprefix("torch.")):
+            yield _Held(name, spec, local, tuple(piece for piece in parts if piece.tensor == spec.name))
+
+
 def local_part(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor | None, tuple[Piece, ...]]:
     """The local tensor, None outside of the DTensor's mesh, and its pieces.
 
@@ -241,6 +267,10 @@ def _stacked(piece: Piece, tensor: str, expert: int) -> Piece:
     # One expert: its stride says nothing, and 1 keeps views inside the tensor.
     box = Box((Span(expert, expert + 1), *piece.box.spans))
     return Piece(tensor, box, piece.buffer, piece.offset, (1, *piece.strides))
+
+
+def _memory_of(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    return _memory(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
 
 
 def _memory(local: torch.Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:

@@ -22,7 +22,6 @@ from preset_checks import contents
 from rank_pool import RankPool
 
 from refit_transport.layout.manifest import Manifest
-from refit_transport.layout.model_shape import ModelShape
 from refit_transport.layout.parallelism import MegatronParallelism
 from refit_transport.layout.presets.megatron import source_manifest
 from refit_transport.layout.presets.model import LogicalModel
@@ -89,9 +88,9 @@ def test_a_layout_holds_trains_and_describes_the_checkpoint(
     pool: RankPool = request.getfixturevalue("two_ranks" if case.ranks == 2 else "four_ranks")
     folder = make_checkpoint(tmp_path, kind=case.kind, **case.model)
     model = load_model(folder)
-    shape = ModelShape.from_config(model.config.to_dict())
-    batches = [sequences(vocab=shape.vocab, lengths=(13, 9, 11, 13), seed=step) for step in range(3)]
-    prompts = sequences(vocab=shape.vocab, lengths=(12, 5, 9), seed=99)
+    logical = LogicalModel.from_config(model.config.to_dict())
+    batches = [sequences(vocab=logical.vocab, lengths=(13, 9, 11, 13), seed=step) for step in range(3)]
+    prompts = sequences(vocab=logical.vocab, lengths=(12, 5, 9), seed=99)
 
     outcomes = pool.run(
         full_life,
@@ -103,14 +102,14 @@ def test_a_layout_holds_trains_and_describes_the_checkpoint(
     )
 
     preset = source_manifest(
-        LogicalModel.from_shape(shape),
+        logical,
         case.parallelism,
         world_size=case.ranks,
         dtype="float32",
         make_vocab_size_divisible_by=case.options.get("make_vocab_size_divisible_by", 1),
     )
     assert contents(preset) == contents(Manifest.of(outcome.snapshots["loaded"].manifest for outcome in outcomes))
-    tensors = check_weights(outcomes, shape, dtype="float32")
+    tensors = check_weights(outcomes, logical, dtype="float32")
     assert_same(tensors["loaded"], {name: value.numpy() for name, value in checkpoint_tensors(folder).items()})
     assert _largest(outcomes[0].logprobs["loaded"], model_logprobs(model, prompts)) <= 1e-5
     losses = train_model(model, batches, learning_rate=LEARNING_RATE)

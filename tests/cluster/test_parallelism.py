@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from megatron_models import make_checkpoint
+from small_models import qwen
 
 from refit_transport.cluster.checkpoint import CheckpointReader
 from refit_transport.cluster.perturbation import element_noise
@@ -16,11 +17,12 @@ from refit_transport.cluster.training import TrainingWorker
 from refit_transport.config.checkpoint_config import read_config
 from refit_transport.errors import ConfigError, LayoutError
 from refit_transport.layout.manifest import TensorSpec
-from refit_transport.layout.model_shape import ModelShape
-from refit_transport.layout.parallelism import MegatronParallelism, check_parallelism
+from refit_transport.layout.parallelism import MegatronParallelism
+from refit_transport.layout.presets.megatron import training_misfits
+from refit_transport.layout.presets.model import LogicalModel
 
-DENSE = ModelShape("Qwen3ForCausalLM", 4, 64, 251, 4, 2, 16, 96, qk_norm=True)
-MOE = replace(DENSE, experts=8, moe_intermediate=48, moe_layers=(0, 1, 2, 3))
+DENSE = qwen()
+MOE = qwen(experts=8)
 
 
 @pytest.mark.parametrize(
@@ -29,20 +31,20 @@ MOE = replace(DENSE, experts=8, moe_intermediate=48, moe_layers=(0, 1, 2, 3))
         (DENSE, MegatronParallelism(), 1),
         (DENSE, MegatronParallelism(tensor=4, pipeline=2, virtual_pipeline=2), 16),
         (DENSE, MegatronParallelism(pipeline=2, last_stage_layers=1), 2),
-        (replace(DENSE, layers=14), MegatronParallelism(pipeline=4, virtual_pipeline=2, last_stage_layers=2), 4),
+        (qwen(layers=14), MegatronParallelism(pipeline=4, virtual_pipeline=2, last_stage_layers=2), 4),
         (MOE, MegatronParallelism(2, expert=2, expert_tensor=1, sequence_parallel=True), 2),
     ],
 )
-def test_layouts_that_fit(model: ModelShape, cut: MegatronParallelism, world_size: int) -> None:
-    assert check_parallelism(model, cut, world_size=world_size) == ()
+def test_layouts_that_fit(model: LogicalModel, cut: MegatronParallelism, world_size: int) -> None:
+    assert training_misfits(model, cut, world_size=world_size) == ()
 
 
 @pytest.mark.parametrize(
     ("model", "cut", "world_size", "words"),
     [
         (DENSE, MegatronParallelism(tensor=3), 3, "4 attention heads"),
-        (replace(DENSE, heads=12, kv_heads=2), MegatronParallelism(tensor=3), 3, "2 key-value heads"),
-        (replace(DENSE, intermediate=97), MegatronParallelism(tensor=2), 2, "FFN width 97"),
+        (qwen(heads=12, kv_heads=2), MegatronParallelism(tensor=3), 3, "2 key-value heads"),
+        (qwen(intermediate=97), MegatronParallelism(tensor=2), 2, "FFN width 97"),
         (DENSE, MegatronParallelism(tensor=2), 3, "tensor x pipeline 2 must divide the 3 training ranks"),
         (DENSE, MegatronParallelism(pipeline=3), 3, "3 stages that must divide the model's 4 layers"),
         (DENSE, MegatronParallelism(pipeline=2, virtual_pipeline=4), 2, "4 must divide the 2 layers of a stage"),
@@ -81,7 +83,7 @@ def test_layouts_that_fit(model: ModelShape, cut: MegatronParallelism, world_siz
         ),
         (DENSE, MegatronParallelism(first_stage_layers=2), 1, "pipeline parallel size above 1"),
         (
-            replace(MOE, shared_intermediate=47),
+            qwen(experts=8, shared=47),
             MegatronParallelism(2, sequence_parallel=True),
             2,
             "shared experts' width 47",
@@ -97,12 +99,12 @@ def test_layouts_that_fit(model: ModelShape, cut: MegatronParallelism, world_siz
             2,
             "4 times expert tensor x pipeline = 1 x 1 must divide the 2 training ranks",
         ),
-        (replace(MOE, moe_intermediate=47), MegatronParallelism(2, sequence_parallel=True), 2, "experts' width 47"),
+        (qwen(experts=8, moe_intermediate=47), MegatronParallelism(2, sequence_parallel=True), 2, "experts' width 47"),
         (DENSE, MegatronParallelism(tensor=0), 1, "at least 1"),
     ],
 )
-def test_each_misfit_is_named(model: ModelShape, cut: MegatronParallelism, world_size: int, words: str) -> None:
-    reasons = check_parallelism(model, cut, world_size=world_size)
+def test_each_misfit_is_named(model: LogicalModel, cut: MegatronParallelism, world_size: int, words: str) -> None:
+    reasons = training_misfits(model, cut, world_size=world_size)
     assert any(words in str(reason) for reason in reasons), reasons
 
 
@@ -148,7 +150,7 @@ def test_a_worker_refuses_before_it_joins_anything(tmp_path: Path) -> None:
         _worker(tmp_path, MegatronParallelism(tensor=3))
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["GPT9ForCausalLM"]}))
-    with pytest.raises(ConfigError, match=r"supported: Qwen2ForCausalLM, Qwen3ForCausalLM.*GPT9ForCausalLM"):
+    with pytest.raises(ConfigError, match=r"supported: LlamaForCausalLM.*Qwen2ForCausalLM.*GPT9ForCausalLM"):
         _worker(tmp_path, MegatronParallelism())
 
 
@@ -166,11 +168,14 @@ def test_shapes_of_both_config_spellings() -> None:
         "mlp_only_layers": [5],
         "decoder_sparse_step": 2,
     }
-    shape = ModelShape.from_config(config)
-    assert (shape.experts, shape.kv_heads, shape.head_dim, shape.moe_layers) == (8, 4, 16, (1, 3))
+    model = LogicalModel.from_config(config)
+    assert model.experts == 8
+    assert {tensor.layer for tensor in model.main if tensor.row.experts} == {1, 3}
+    k = next(tensor for tensor in model.main if tensor.name.endswith("k_proj.weight"))
+    assert k.shape == (64, 64)
     for lost, name in (("hidden_size", "hidden_size"), ("num_local_experts", "num_experts")):
         with pytest.raises(ConfigError, match=name):
-            ModelShape.from_config({key: value for key, value in config.items() if key != lost})
+            LogicalModel.from_config({key: value for key, value in config.items() if key != lost})
 
 
 def test_noise_tells_elements_tensors_and_seeds_apart() -> None:

@@ -11,13 +11,13 @@ from megatron_checks import assert_same, check_weights
 from megatron_models import checkpoint_tensors, make_checkpoint, sequences
 from megatron_ranks import hang, narrow_weights, tamper, uneven_deal
 from rank_pool import RankPool, free_port
+from small_models import qwen
 
 from refit_transport.cluster.training import TrainingWorker
 from refit_transport.errors import WorkerError
-from refit_transport.layout.model_shape import ModelShape
 from refit_transport.layout.parallelism import MegatronParallelism
 
-SHAPE = ModelShape("Qwen3ForCausalLM", 4, 64, 256, 4, 2, 16, 96, qk_norm=True)
+MODEL = qwen(vocab=256)
 
 
 @pytest.mark.e2e
@@ -25,7 +25,7 @@ def test_bfloat16_weights_are_the_rounded_checkpoint_and_train(tmp_path: Path, t
     folder = make_checkpoint(tmp_path)
     batch = sequences(vocab=256, lengths=(12, 12), seed=5)
     outcomes = two_ranks.run(narrow_weights, checkpoint=folder, batch=batch)
-    tensors = check_weights(outcomes, SHAPE, dtype="bfloat16")
+    tensors = check_weights(outcomes, MODEL, dtype="bfloat16")
     rounded = {name: value.bfloat16().float().numpy() for name, value in checkpoint_tensors(folder).items()}
     assert_same(tensors["loaded"], rounded)
     # Steps this small vanish in bfloat16 unless the optimizer keeps wider weights.

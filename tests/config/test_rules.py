@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from small_models import SMALL
 
 from refit_transport.config.facts import job_of
 from refit_transport.config.keys import section_of, sections
-from refit_transport.config.model import model_shape
+from refit_transport.config.model import logical_model
 from refit_transport.config.rules import RULES, Rule
-from refit_transport.config.rules_limits import OTHER_WEIGHTS
+from refit_transport.config.rules_limits import OTHER_WEIGHTS, TRAINED
 from refit_transport.config.schema import RefitConfig
 from refit_transport.config.translate import PLACEHOLDERS
 from refit_transport.errors import Violation
@@ -470,7 +471,7 @@ def test_what_looks_odd_but_works(violations: Any, model_folder: Path, model: An
         (None, "config.json is missing"),
         ("[1]", "can't be read"),
         ("{", "can't be read"),
-        ("{}", "no supported architecture; supported: Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM"),
+        ("{}", "no supported architecture; supported: LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM"),
         ('{"architectures": ["GPT9ForCausalLM"]}', "(got ['GPT9ForCausalLM'])"),
         ('{"architectures": 3}', "no supported architecture"),
         (
@@ -494,7 +495,6 @@ def test_a_model_folder_that_cannot_be_read(violations: Any, model_folder: Path,
     [
         ("hidden_size", REMOVED, "hidden_size must be a whole number, at least 1 (got nothing)"),
         ("num_experts", REMOVED, "num_experts must be a whole number"),
-        ("num_experts_per_tok", REMOVED, "num_experts_per_tok must be a whole number"),
         ("num_hidden_layers", "many", "num_hidden_layers must be a whole number, at least 1 (got 'many')"),
         ("num_attention_heads", 0, "num_attention_heads must be a whole number, at least 1 (got 0)"),
         ("num_key_value_heads", [2], "num_key_value_heads must be a whole number"),
@@ -520,9 +520,9 @@ def test_every_missing_size_is_named(violations: Any, model_folder: Path) -> Non
 
 def test_a_tiny_model_needs_no_folder(accept: Any) -> None:
     tiny = {"refit_run.tiny_model": {"kind": "moe"}, "policy.model_name": "no/such/folder"}
-    assert model_shape(accept(tiny)).experts == 8
+    assert logical_model(accept(tiny)).experts == 8
     dense = {**tiny, "refit_run.tiny_model": {"kind": "dense"}, **DENSE_RANKS}
-    assert model_shape(accept(dense)).moe_layers == ()
+    assert logical_model(accept(dense)).experts == 0
 
 
 @pytest.mark.parametrize(
@@ -668,3 +668,16 @@ def test_rules_read_only_what_they_declare(
     assert found == []
     undeclared = {path for path in read if not any(path == own or path.startswith(f"{own}.") for own in rule.reads)}
     assert undeclared == set()
+
+
+def test_an_architecture_that_only_plans_know_is_refused(violations: Any, model_folder: Path) -> None:
+    (model_folder / "config.json").write_text(json.dumps(SMALL["gpt-oss"]))
+    (found,) = [violation for violation in violations({}) if "architecture" in violation.reason]
+    assert found.path == "policy.model_name"
+    assert "GptOssForCausalLM, whose training is not available" in found.reason
+
+
+def test_what_is_trained_is_what_workers_build() -> None:
+    from refit_transport.cluster.megatron_families import FAMILIES
+
+    assert set(TRAINED) == FAMILIES.keys()

@@ -1,9 +1,11 @@
 """Each tensor's transport and the reason that the report gives."""
 
 import pytest
+from small_models import SMALL
 
 from refit_transport.layout.box import Box
 from refit_transport.layout.manifest import Manifest, Opaque, Piece, RankManifest, TensorSpec
+from refit_transport.layout.presets.model import LogicalModel
 from refit_transport.planning.routing import RouteRule, is_ffn_projection, route_tensors
 
 NAMES = ("model.layers.0.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.weight", "model.norm.weight", "unused")
@@ -63,3 +65,12 @@ def test_another_transport_carries_everything_else():
 )
 def test_ffn_projections(name, expected):
     assert is_ffn_projection(name) is expected
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_ffn_projections_are_those_of_the_outline(kind):
+    """Under every architecture's names: a row is of the FFN by its group, not by its name."""
+    tensors = [tensor for tensor in LogicalModel.from_config(SMALL[kind]).tensors if tensor.part != "vision"]
+    ffn = {tensor.name for tensor in tensors if tensor.row.group in ("ffn", "expert_ffn", "shared_expert")}
+    assert ffn
+    assert {tensor.name for tensor in tensors if is_ffn_projection(tensor.name)} == ffn

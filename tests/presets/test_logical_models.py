@@ -137,4 +137,4 @@ def test_a_missing_size_is_named(kind, key, message):
 
 def test_an_unknown_architecture_gets_the_nearest_one():
     with pytest.raises(ConfigError, match="did you mean DeepseekV3ForCausalLM"):
-        LogicalModel.from_config({"architectures": ["DeepseekV2ForCausalLM"]})
+        LogicalModel.from_config({"architectures": ["DeepseekV4ForCausalLM"]})

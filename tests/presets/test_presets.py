@@ -5,17 +5,17 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from small_models import qwen
 
 from refit_transport.errors import ConfigError
 from refit_transport.layout.box import Box
-from refit_transport.layout.model_shape import ModelShape
-from refit_transport.layout.parallelism import MegatronParallelism, check_parallelism, place_of, stage_layers
-from refit_transport.layout.presets.megatron import source_manifest
-from refit_transport.layout.presets.model import LogicalModel
+from refit_transport.layout.parallelism import MegatronParallelism, place_of, stage_layers
+from refit_transport.layout.presets.megatron import source_manifest, training_misfits
 from refit_transport.layout.presets.vllm import EngineParallelism, target_manifest
 from refit_transport.planning.planner import plan_transfer
 from refit_transport.scheduling.scheduler import build_schedule
@@ -23,28 +23,27 @@ from refit_transport.scheduling.topology import Topology
 from refit_transport.sources.naming import check_complete, expected_tensors
 
 SIZES = st.sampled_from((1, 2, 4))
-DENSE = ModelShape("Qwen3ForCausalLM", 4, 8, 251, 4, 2, 2, 8, qk_norm=True)
-MOE = replace(DENSE, architecture="Qwen3MoeForCausalLM", experts=4, moe_intermediate=8, moe_layers=(0, 1, 2, 3))
+SMALLEST: dict[str, Any] = {"hidden": 8, "head_dim": 2, "intermediate": 8}
+SMALLEST_MOE: dict[str, Any] = {**SMALLEST, "experts": 4, "moe_intermediate": 8}
+DENSE, MOE = qwen(**SMALLEST), qwen(**SMALLEST_MOE)
 
 
 @st.composite
 def models(draw):
     layers = draw(st.integers(1, 6))
-    moe_layers = draw(st.sets(st.integers(0, layers - 1)))
-    return ModelShape(
-        "any",
-        layers,
+    dense = draw(st.sets(st.integers(0, layers - 1)))
+    return qwen(
+        layers=layers,
         hidden=8,
         vocab=draw(st.integers(1, 200)),
         heads=draw(st.sampled_from((4, 8))),
         kv_heads=draw(st.sampled_from((1, 2, 4))),
         head_dim=4,
         intermediate=16,
-        experts=draw(st.sampled_from((4, 8))) if moe_layers else 0,
-        moe_intermediate=8 if moe_layers else 0,
-        shared_intermediate=draw(st.sampled_from((0, 8))) if moe_layers else 0,
-        moe_layers=tuple(sorted(moe_layers)),
-        qk_norm=draw(st.booleans()),
+        experts=draw(st.sampled_from((0, 4, 8))) if len(dense) < layers else 0,
+        moe_intermediate=8,
+        shared=draw(st.sampled_from((0, 8))),
+        dense=tuple(sorted(dense)),
         qkv_bias=draw(st.booleans()),
         tied=draw(st.booleans()),
     )
@@ -58,7 +57,7 @@ def cuts(draw, model):
         tensor,
         pipeline,
         draw(st.sampled_from((1, 2))) if pipeline > 1 else 1,
-        expert=draw(SIZES) if model.moe_layers else 1,
+        expert=draw(SIZES) if model.experts else 1,
         expert_tensor=draw(st.sampled_from((0, 1, 2))),
         sequence_parallel=tensor > 1,
         first_stage_layers=draw(st.integers(0, 2)) if pipeline > 1 else 0,
@@ -66,18 +65,16 @@ def cuts(draw, model):
     )
     smallest = pipeline * max(tensor, cut.experts_over * cut.expert)
     ranks = smallest * draw(st.sampled_from((1, 2)))
-    assume(check_parallelism(model, cut, world_size=ranks) == ())
+    assume(training_misfits(model, cut, world_size=ranks) == ())
     return cut, ranks
 
 
-def trained(shape, cut, *, ranks, **options):
-    model = LogicalModel.from_shape(shape)
+def trained(model, cut, *, ranks, **options):
     return source_manifest(model, cut, world_size=ranks, dtype="float32", **options)
 
 
-def served(shape, tensor=1, data=1, expert=1, *, first=0):
+def served(model, tensor=1, data=1, expert=1, *, first=0):
     parallelism = EngineParallelism(tensor, data, expert)
-    model = LogicalModel.from_shape(shape)
     return target_manifest(model, parallelism, first_rank=first, dtype="bfloat16")
 
 
@@ -96,7 +93,7 @@ def test_any_two_valid_sides_fit(trained_so, tensor, expert_parallel, engines):
     whole = served(model, first=ranks)
     plan_transfer(source, whole).check(source, whole)
 
-    expert = tensor if expert_parallel and model.moe_layers else 1
+    expert = tensor if expert_parallel and model.experts else 1
     target = served(model, tensor, engines, expert, first=ranks)
     assert [ranked.rank for ranked in target.ranks] == list(range(ranks, ranks + engines * tensor))
     assert set(target.tensors) == {replace(spec, dtype="bfloat16") for spec in source.tensors}
@@ -148,7 +145,7 @@ def test_ranks_that_outnumber_the_kv_heads_share_them_in_order():
 
 def test_experts_that_do_not_divide_go_to_the_first_ranks():
     name = "model.layers.0.mlp.experts.up_proj.weight"
-    manifest = served(replace(MOE, experts=7), tensor=4, expert=4)
+    manifest = served(qwen(**SMALLEST_MOE | {"experts": 7}), tensor=4, expert=4)
     numbers = [
         [(piece.box.spans[0].start, piece.box.spans[0].stop) for piece in ranked.pieces if piece.tensor == name]
         for ranked in manifest.ranks
@@ -157,7 +154,7 @@ def test_experts_that_do_not_divide_go_to_the_first_ranks():
 
 
 def test_a_tied_head_is_a_second_copy_on_the_last_stage():
-    tied = replace(DENSE, tied=True)
+    tied = qwen(**SMALLEST, tied=True)
     for cut, holders in ((MegatronParallelism(pipeline=4), {0, 3}), (MegatronParallelism(), {0, 1, 2, 3})):
         manifest = trained(tied, cut, ranks=4)
         pieces = [(r.rank, p.tensor) for r in manifest.ranks for p in r.pieces if "layers" not in p.tensor]
@@ -234,11 +231,11 @@ def test_what_does_not_divide_is_refused_with_both_sizes():
     with pytest.raises(ConfigError, match="tensor parallel size: must divide the model's 4 attention heads"):
         trained(DENSE, MegatronParallelism(3), ranks=3)
     with pytest.raises(ConfigError, match=r"4 attention heads.*\n.*2 key-value heads") as refused:
-        served(replace(DENSE, intermediate=9), tensor=3)
+        served(qwen(**SMALLEST | {"intermediate": 9}), tensor=3)
     assert "FFN width" not in str(refused.value)
     with pytest.raises(ConfigError, match="experts' width 6"):
-        served(replace(MOE, moe_intermediate=6), tensor=4)
+        served(qwen(**SMALLEST_MOE | {"moe_intermediate": 6}), tensor=4)
     with pytest.raises(ConfigError, match="no experts"):
         served(DENSE, tensor=2, expert=2)
     with pytest.raises(ConfigError, match="FFN width 6"):
-        served(replace(DENSE, intermediate=6), tensor=4)
+        served(qwen(**SMALLEST | {"intermediate": 6}), tensor=4)

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from small_models import qwen
 
 from refit_transport.errors import LayoutError
 from refit_transport.layout.box import Box, Span
+from refit_transport.layout.fused import split_rows
 from refit_transport.layout.manifest import Manifest, RankManifest
-from refit_transport.layout.model_shape import ModelShape
-from refit_transport.sources.naming import Shard, check_complete, expected_tensors, home, is_expert, place, split_rows
-from refit_transport.sources.naming_table import TABLE
+from refit_transport.layout.presets.model import LogicalModel
+from refit_transport.sources.naming import Naming, Placed, Shard, check_complete, expected_tensors
 
-DENSE = ModelShape("Qwen3ForCausalLM", 4, 64, 251, 64, 2, 3, 96, qk_norm=True)
-MOE = ModelShape(
-    "Qwen3MoeForCausalLM", 4, 8, 251, 4, 2, 2, 96, experts=6, moe_intermediate=10, moe_layers=(1, 3), qk_norm=True
-)
+DENSE = qwen(heads=64, head_dim=3)
+MOE = qwen(hidden=8, head_dim=2, experts=6, moe_intermediate=10, dense=(0, 2))
+
+
+def place(shard: Shard, model: LogicalModel) -> tuple[Placed, ...]:
+    return Naming(model).place(shard)
 
 
 def _numbered(*shape: int, start: int = 0) -> np.ndarray:
@@ -37,7 +39,7 @@ def _fuse_qkv(q: np.ndarray, k: np.ndarray, v: np.ndarray, groups: int) -> np.nd
     return np.concatenate(blocks)
 
 
-def _check_shards(shards: list[tuple[Shard, np.ndarray]], model: ModelShape, whole: dict[str, np.ndarray]) -> None:
+def _check_shards(shards: list[tuple[Shard, np.ndarray]], model: LogicalModel, whole: dict[str, np.ndarray]) -> None:
     """Each piece holds the right elements, and all pieces together each element once."""
     seen = {name: np.zeros(tensor.shape, int) for name, tensor in whole.items()}
     for shard, local in shards:
@@ -55,7 +57,7 @@ def _check_shards(shards: list[tuple[Shard, np.ndarray]], model: ModelShape, who
 @pytest.mark.parametrize(("heads", "kv_heads"), [(64, 2), (8, 8), (8, 1), (16, 4)])
 def test_qkv_rows_are_cut_at_every_border(heads: int, kv_heads: int, tp: int) -> None:
     width, hidden, layer = 4, 5, 2
-    model = replace(DENSE, heads=heads, kv_heads=kv_heads, head_dim=width, hidden=hidden)
+    model = qwen(heads=heads, kv_heads=kv_heads, head_dim=width, hidden=hidden)
     q = _numbered(heads * width, hidden)
     k = _numbered(kv_heads * width, hidden, start=q.size)
     v = _numbered(kv_heads * width, hidden, start=q.size + k.size)
@@ -76,7 +78,7 @@ def test_qkv_rows_are_cut_at_every_border(heads: int, kv_heads: int, tp: int) ->
     names = [f"model.layers.{layer}.self_attn.{letter}_proj.weight" for letter in "qkv"]
     _check_shards(shards, model, dict(zip(names, (q, k, v), strict=True)))
     for name, tensor in zip(names, (q, k, v), strict=True):
-        place_in_megatron = home(name, model)
+        (place_in_megatron,) = Naming(model).homes(name)
         assert place_in_megatron.key == "decoder.layers.self_attention.linear_qkv.weight"
         assert place_in_megatron.layer == layer
         assert sum(found.size for found in place_in_megatron.ranges) == len(tensor)
@@ -114,7 +116,7 @@ def test_gate_and_up_of_each_expert(tp: int) -> None:
 
 @pytest.mark.parametrize(("vocab", "padded", "tp"), [(151, 160, 4), (1003, 1024, 4), (1003, 1008, 3), (5, 16, 4)])
 def test_padded_vocabulary_rows_are_no_logical_elements(vocab: int, padded: int, tp: int) -> None:
-    model = replace(DENSE, vocab=vocab, hidden=2)
+    model = qwen(vocab=vocab, hidden=2)
     table = np.concatenate([_numbered(vocab, 2), np.full((padded - vocab, 2), -1)])
     rows = padded // tp
     for key, name in (
@@ -146,11 +148,11 @@ def test_any_cut_covers_every_row_once(shares: list[int], groups: int, cuts: lis
     assert all((count == 1).all() for count in (*seen, fused_seen))
 
 
-@pytest.mark.parametrize("model", [DENSE, MOE, replace(DENSE, tied=True), replace(DENSE, qkv_bias=True)])
-def test_every_expected_tensor_has_a_home_that_names_it(model: ModelShape) -> None:
+@pytest.mark.parametrize("model", [DENSE, MOE, qwen(tied=True), qwen(qkv_bias=True)])
+def test_every_expected_tensor_has_a_home_that_names_it(model: LogicalModel) -> None:
     for spec in expected_tensors(model, dtype="float32"):
-        found = home(spec.name, model)
-        rows = spec.shape[1 if is_expert(spec.name) else 0]
+        (found,) = Naming(model).homes(spec.name)
+        rows = spec.shape[1 if ".experts." in spec.name else 0]
         assert sum(r.size for r in found.ranges) == rows
         assert found.layer == (int(spec.name.split(".")[2]) if ".layers." in spec.name else -1)
 
@@ -164,13 +166,6 @@ def test_both_spellings_and_both_key_forms_name_the_same_tensor() -> None:
         box = Box.at((2, 0), (1, 64)) if prepended else Box.full((64,))
         (placed,) = place(Shard(key, shape, box, prepended), DENSE)
         assert placed.tensor == "model.layers.2.input_layernorm.weight"
-
-
-def test_no_key_or_name_is_in_the_table_twice() -> None:
-    keys = [(row.scope == "model", key) for row in TABLE for key in row.keys]
-    names = [(row.scope == "model", part.name) for row in TABLE for part in row.parts]
-    assert len(set(keys)) == len(keys)
-    assert len(set(names)) == len(names)
 
 
 @pytest.mark.parametrize(
@@ -203,18 +198,18 @@ def test_what_the_table_or_the_config_does_not_explain_is_refused(shard: Shard, 
 
 def test_a_tied_model_has_no_head() -> None:
     with pytest.raises(LayoutError, match="output_layer"):
-        place(Shard("output_layer.weight", (251, 64), Box.full((251, 64))), replace(DENSE, tied=True))
+        place(Shard("output_layer.weight", (251, 64), Box.full((251, 64))), qwen(tied=True))
     with pytest.raises(LayoutError, match="lm_head"):
-        home("lm_head.weight", replace(DENSE, tied=True))
+        Naming(qwen(tied=True)).homes("lm_head.weight")
 
 
-def _holding(model: ModelShape, keep: object) -> Manifest:
+def _holding(model: LogicalModel, keep: object) -> Manifest:
     specs = tuple(spec for spec in expected_tensors(model, dtype="float32") if keep(spec.name))  # type: ignore[operator]
     return Manifest.of([RankManifest(0, "source", specs, ())])
 
 
 def test_missing_layers_and_tensors_are_named() -> None:
-    model = replace(DENSE, layers=30)
+    model = qwen(layers=30)
     check_complete(_holding(model, lambda _: True), model)
     with pytest.raises(LayoutError, match=r"layers \[28, 29\]"):
         check_complete(

@@ -6,6 +6,7 @@ from refit_transport.layout.presets.cuts import WHOLE, Block, Even, FirstRank, F
 from refit_transport.layout.presets.facts import Facts
 from refit_transport.layout.presets.rows import (
     Group,
+    Packing,
     Row,
     Rows,
     column,
@@ -35,7 +36,9 @@ def grouped_query_attention(facts: Facts, *, bias: bool, output_bias: bool, qk_n
     rows: list[Row] = []
     for part, name in enumerate(("q_proj", "k_proj", "v_proj")):
         trained = FusedRows(part_rows, part, kv)
-        rows.append(Row(f"{name}.weight", (part_rows[part], hidden), "attention", trained, served[part]))
+        packing = Packing(0, (head, head), heads) if gated and part == 0 else None
+        shape = (part_rows[part], hidden)
+        rows.append(Row(f"{name}.weight", shape, "attention", trained, served[part], packing=packing))
         if bias:
             rows.append(Row(f"{name}.bias", (part_rows[part],), "attention", trained, served[part]))
     rows.append(row("o_proj", hidden, Block(heads * head, heads, "attention heads"), "attention"))
@@ -90,8 +93,20 @@ def gated_delta_net(facts: Facts, *, packed: bool) -> Rows:
     width_of = sum(block.size for block in qkv)
     if packed:
         projections: Rows = (
-            column("in_proj_qkvz", Block(width_of + values.size, key_heads, keys.of), hidden, "mamba"),
-            column("in_proj_ba", Block(2 * value_heads, key_heads, keys.of), hidden, "mamba"),
+            column(
+                "in_proj_qkvz",
+                Block(width_of + values.size, key_heads, keys.of),
+                hidden,
+                "mamba",
+                fields=tuple(block.size // key_heads for block in (*qkv, values)),
+            ),
+            column(
+                "in_proj_ba",
+                Block(2 * value_heads, key_heads, keys.of),
+                hidden,
+                "mamba",
+                fields=(value_heads // key_heads,) * 2,
+            ),
         )
     else:
         projections = (
@@ -154,7 +169,15 @@ def packed_experts(count: int, hidden: int, size: int) -> Rows:
     block = width(size, "experts' width")
     rows, columns = Even(1, (block, block)), Even(2, (block,))
     return (
-        Row("experts.gate_up_proj", (count, 2 * size, hidden), "expert_ffn", rows, rows, experts=True),
+        Row(
+            "experts.gate_up_proj",
+            (count, 2 * size, hidden),
+            "expert_ffn",
+            rows,
+            rows,
+            experts=True,
+            packing=Packing(1, (size, size)),
+        ),
         Row("experts.down_proj", (count, hidden, size), "expert_ffn", columns, columns, experts=True),
     )
 
@@ -162,27 +185,31 @@ def packed_experts(count: int, hidden: int, size: int) -> Rows:
 def interleaved_experts(count: int, hidden: int, size: int) -> Rows:
     """gpt-oss: inputs first, gate and up columns in turn, with biases."""
     pairs, block = Block(2 * size, size, "experts' width"), width(size, "experts' width")
+    columns, rows, inner = Even(2, (pairs,)), Even(1, (pairs,)), Even(1, (block,))
+    up, up_bias = (count, hidden, 2 * size), (count, 2 * size)
+    halves, bias_halves = Packing(2, (1, 1), size), Packing(1, (1, 1), size)
+    down = (count, size, hidden)
     return (
-        *(
-            Row(f"experts.{name}", shape, "expert_ffn", cut, cut, experts=True)
-            for name, shape, cut in (
-                ("gate_up_proj", (count, hidden, 2 * size), Even(2, (pairs,))),
-                ("gate_up_proj_bias", (count, 2 * size), Even(1, (pairs,))),
-                ("down_proj", (count, size, hidden), Even(1, (block,))),
-            )
-        ),
-        Row("experts.down_proj_bias", (count, hidden), "expert_ffn", WHOLE, FirstRank(), experts=True),
+        Row("experts.gate_up_proj", up, "expert_ffn", columns, columns, True, halves, inputs_first=True),
+        Row("experts.gate_up_proj_bias", up_bias, "expert_ffn", rows, rows, True, bias_halves),
+        Row("experts.down_proj", down, "expert_ffn", inner, inner, True, inputs_first=True),
+        Row("experts.down_proj_bias", (count, hidden), "expert_ffn", WHOLE, FirstRank(), True),
     )
 
 
 def deepseek_moe(facts: Facts) -> Rows:
-    """`mlp` of a DeepSeek-style layer: a router with its correction bias, experts, and shared experts as one MLP."""
+    """`mlp` of a DeepSeek-style layer: a router, experts, and shared experts as one MLP.
+
+    The router has a correction bias, but for DeepSeek-V2's methods to choose the best experts.
+    """
     hidden, count = facts.size("hidden_size"), facts.size("n_routed_experts", "num_local_experts")
     size, shared = facts.size("moe_intermediate_size"), facts.count("n_shared_experts")
     shared_mlp = mlp(hidden, width(size * shared, "shared experts' width"), "shared_expert") if shared else ()
+    corrected = facts.get("topk_method") not in ("greedy", "group_limited_greedy")
+    correction = (whole("gate.e_score_correction_bias", (count,), "router"),) if corrected else ()
     return (
         replicated("gate", count, hidden, "router"),
-        whole("gate.e_score_correction_bias", (count,), "router"),
+        *correction,
         *experts(count, hidden, size, up=("gate_proj", "up_proj"), down="down_proj"),
         *under("shared_experts.", *shared_mlp),
     )

@@ -101,14 +101,30 @@ def expert_misfits(model: LogicalModel, *, expert: int, uneven: Literal["refused
             yield Misfit("expert", expert, f"leaves ranks without experts: the model has {count}")
 
 
+def expert_training_misfits(model: LogicalModel, *, tensor: int, sequence_parallel: bool) -> Iterator[Misfit]:
+    """Megatron's own condition."""
+    if model.experts and tensor > 1 and not sequence_parallel:
+        reason = "must be true: Megatron trains experts under tensor parallelism only with sequence parallelism"
+        yield Misfit("sequence_parallel", sequence_parallel, reason)
+
+
 def width_misfits(model: LogicalModel, role: Role, *, tensor: int, expert_tensor: int) -> Iterator[Misfit]:
     """Every reason why so many ranks can't divide the model's tensors."""
-    found: dict[Misfit, None] = {}
-    for each in model.main:
-        cut = each.row.trained if role == "source" else each.row.served
-        size: Size = "expert_tensor" if each.row.experts else "tensor"
-        parts = expert_tensor if each.row.experts else tensor
-        reason = cut.misfit(parts)
-        if reason is not None:
-            found[Misfit(size, parts, reason)] = None
-    yield from found
+    yield from dense_width_misfits(model, role, tensor=tensor)
+    yield from expert_width_misfits(model, role, expert_tensor=expert_tensor)
+
+
+def dense_width_misfits(model: LogicalModel, role: Role, *, tensor: int) -> Iterator[Misfit]:
+    """Tensor parallelism divides heads and the widths of everything but experts."""
+    return _width_misfits([each for each in model.main if not each.row.experts], role, "tensor", tensor)
+
+
+def expert_width_misfits(model: LogicalModel, role: Role, *, expert_tensor: int) -> Iterator[Misfit]:
+    """Ranks that each take a part of every expert get equal parts."""
+    return _width_misfits([each for each in model.main if each.row.experts], role, "expert_tensor", expert_tensor)
+
+
+def _width_misfits(tensors: Iterable[LogicalTensor], role: Role, size: Size, parts: int) -> Iterator[Misfit]:
+    cuts = dict.fromkeys(each.row.trained if role == "source" else each.row.served for each in tensors)
+    reasons = dict.fromkeys(cut.misfit(parts) for cut in cuts)
+    return (Misfit(size, parts, reason) for reason in reasons if reason is not None)

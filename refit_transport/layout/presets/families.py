@@ -6,12 +6,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from refit_transport.layout.model_shape import FAMILIES as QWEN_FAMILIES
-from refit_transport.layout.model_shape import ModelShape
 from refit_transport.layout.presets import blocks
 from refit_transport.layout.presets.cuts import Vocabulary
 from refit_transport.layout.presets.facts import Facts
-from refit_transport.layout.presets.rows import Group, Row, Rows, norm, replicated, under, whole, width
+from refit_transport.layout.presets.rows import Group, Row, Rows, norm, replicated, under, whole, width, zero_centered
 from refit_transport.layout.presets.vision import gemma_vision, qwen_vision
 
 
@@ -40,18 +38,17 @@ def llama(facts: Facts) -> Outline:
     return _decoder(facts, [layer] * facts.size("num_hidden_layers"))
 
 
-def qwen(shape: ModelShape) -> Outline:
-    """Qwen2, Qwen3 and Qwen3 with experts in all layers or some: what a configuration can train."""
-    facts = _facts_of(shape)
-    attention = blocks.grouped_query_attention(
-        facts, bias=shape.qkv_bias, output_bias=False, qk_norm=shape.qk_norm, gated=False
-    )
-    sparse, layers = frozenset(shape.moe_layers), range(shape.layers)
-    kinds = {
-        True: _layer(facts, self_attn=attention, mlp=blocks.qwen_moe(facts, packed=False)) if sparse else (),
-        False: _layer(facts, self_attn=attention, mlp=blocks.dense_mlp(facts)),
-    }
-    return _decoder(facts, [kinds[number in sparse] for number in layers])
+def qwen(facts: Facts, *, bias: bool, qk_norm: bool, sparse: bool) -> Outline:
+    """Qwen2, Qwen3, and Qwen3 with experts in all layers or some (`sparse`)."""
+    attention = blocks.grouped_query_attention(facts, bias=bias, output_bias=False, qk_norm=qk_norm, gated=False)
+    layers = range(facts.size("num_hidden_layers"))
+    routed = frozenset(_sparse_layers(facts)) if sparse else frozenset()
+    kinds = {}
+    if routed:
+        kinds[True] = _layer(facts, self_attn=attention, mlp=blocks.qwen_moe(facts, packed=False))
+    if len(routed) < len(layers):
+        kinds[False] = _layer(facts, self_attn=attention, mlp=blocks.dense_mlp(facts))
+    return _decoder(facts, [kinds[number in routed] for number in layers])
 
 
 def qwen_hybrid(facts: Facts, *, prefix: str, packed: bool) -> Outline:
@@ -63,10 +60,10 @@ def qwen_hybrid(facts: Facts, *, prefix: str, packed: bool) -> Outline:
     text, vision = facts.section("text_config"), facts.get("vision_config")
     attention = blocks.grouped_query_attention(text, bias=False, output_bias=False, qk_norm=True, gated=True)
     mlp = blocks.qwen_moe(text, packed=not packed)
-    full = _layer(text, self_attn=attention, mlp=mlp)
-    linear = _layer(text, linear_attn=blocks.gated_delta_net(text, packed=packed), mlp=mlp)
-    every = text.size("full_attention_interval", default=4)
-    count, drafters = text.size("num_hidden_layers"), text.count("mtp_num_hidden_layers")
+    full = zero_centered(*_layer(text, self_attn=attention, mlp=mlp))
+    mixer = under("linear_attn.", *blocks.gated_delta_net(text, packed=packed))
+    linear = (*zero_centered(*_layer(text, mlp=mlp)), *mixer)
+    drafters = text.count("mtp_num_hidden_layers")
     hidden = text.size("hidden_size")
     layer = _layer(text, self_attn=attention, mlp=blocks.qwen_moe(text, packed=False))
     drafter = [row for number in range(drafters) for row in under(f"mtp.layers.{number}.", *layer)]
@@ -75,15 +72,27 @@ def qwen_hybrid(facts: Facts, *, prefix: str, packed: bool) -> Outline:
         drafter += [norm(f"mtp.{name}", hidden) for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")]
     return _decoder(
         text,
-        [full if (number + 1) % every == 0 else linear for number in range(count)],
+        [full if kind == "full_attention" else linear for kind in _attention_kinds(text)],
         prefix=prefix,
-        drafter=drafter,
-        vision=qwen_vision(Facts(vision, facts.source)) if vision else (),
+        drafter=zero_centered(*drafter),
+        centered=True,
+        vision=qwen_vision(Facts(vision, facts.source, facts.problems)) if vision else (),
     )
 
 
+def _attention_kinds(facts: Facts) -> list[str]:
+    """The kind of each layer; older configs give the distance between full attention layers instead."""
+    count, listed = facts.size("num_hidden_layers"), facts.get("layer_types")
+    if listed is None:
+        every = facts.size("full_attention_interval", default=4)
+        return ["linear_attention" if (number + 1) % every else "full_attention" for number in range(count)]
+    if len(listed) != count or set(listed) - {"linear_attention", "full_attention"}:
+        raise facts.error("layer_types", repr(listed), f"must name {count} layers linear_attention or full_attention")
+    return list(listed)
+
+
 def deepseek(facts: Facts) -> Outline:
-    """DeepSeek-V3 and what is built like it (Kimi-K2, Moonlight): latent attention, first layers dense."""
+    """DeepSeek-V2 and V3 and what is built like them (Kimi-K2, Moonlight): latent attention, first layers dense."""
     return _deepseek_like(facts, blocks.latent_attention(facts))
 
 
@@ -124,10 +133,11 @@ def gemma3(facts: Facts) -> Outline:
     multimodal = text is not facts
     return _decoder(
         text,
-        [(*layer, *extra)] * text.size("num_hidden_layers"),
+        [zero_centered(*layer, *extra)] * text.size("num_hidden_layers"),
+        centered=True,
         prefix="language_model.model." if multimodal else "model.",
         tied=True,
-        vision=gemma_vision(Facts(vision, facts.source), hidden=hidden) if vision else (),
+        vision=gemma_vision(Facts(vision, facts.source, facts.problems), hidden=hidden) if vision else (),
     )
 
 
@@ -155,33 +165,23 @@ def nemotron_h(facts: Facts) -> Outline:
     )
 
 
-def _qwen_of(facts: Facts) -> Outline:
-    return qwen(ModelShape.from_config(facts.config, source=facts.source))
-
-
-def _facts_of(shape: ModelShape) -> Facts:
-    """The shape's sizes under the names of a `config.json`."""
-    config = {
-        "hidden_size": shape.hidden,
-        "vocab_size": shape.vocab,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "intermediate_size": shape.intermediate,
-        "num_experts": shape.experts,
-        "moe_intermediate_size": shape.moe_intermediate,
-        "shared_expert_intermediate_size": shape.shared_intermediate,
-        "tie_word_embeddings": shape.tied,
-    }
-    return Facts(config, shape.architecture)
+def _sparse_layers(facts: Facts) -> list[int]:
+    """The layers that have experts."""
+    dense, step = facts.get("mlp_only_layers") or [], facts.size("decoder_sparse_step", default=1)
+    if not isinstance(dense, list):
+        raise facts.error("mlp_only_layers", repr(dense), "must be a list")
+    return [n for n in range(facts.size("num_hidden_layers")) if n not in dense and (n + 1) % step == 0]
 
 
 FAMILIES: Mapping[str, Callable[[Facts], Outline]] = {
     "LlamaForCausalLM": llama,
     "MistralForCausalLM": llama,
-    **{family.architecture: _qwen_of for family in QWEN_FAMILIES},
+    "Qwen2ForCausalLM": partial(qwen, bias=True, qk_norm=False, sparse=False),
+    "Qwen3ForCausalLM": partial(qwen, bias=False, qk_norm=True, sparse=False),
+    "Qwen3MoeForCausalLM": partial(qwen, bias=False, qk_norm=True, sparse=True),
     "Qwen3NextForCausalLM": partial(qwen_hybrid, prefix="model.", packed=True),
     "Qwen3_5MoeForConditionalGeneration": partial(qwen_hybrid, prefix="model.language_model.", packed=False),
+    "DeepseekV2ForCausalLM": deepseek,
     "DeepseekV3ForCausalLM": deepseek,
     "Glm4MoeForCausalLM": glm4_moe,
     "MixtralForCausalLM": mixtral,
@@ -258,14 +258,16 @@ def _decoder(
     tied: bool | None = None,
     drafter: Iterable[Row] = (),
     vision: Rows = (),
+    centered: bool = False,
 ) -> Outline:
     is_tied = facts.flag("tie_word_embeddings") if tied is None else tied
     head = () if is_tied else (_vocabulary(facts, "lm_head.weight", "lm_head"),)
+    last = (norm(f"{prefix}norm", facts.size("hidden_size")),)
     return Outline(
         first=(_vocabulary(facts, f"{prefix}embed_tokens.weight", "embedding"),),
         prefix=f"{prefix}layers.",
         layers=tuple(layers),
-        last=(norm(f"{prefix}norm", facts.size("hidden_size")), *head),
+        last=(*(zero_centered(*last) if centered else last), *head),
         tied=is_tied,
         drafter=tuple(drafter),
         vision=vision,

@@ -14,6 +14,7 @@ from refit_transport.layout.parallelism import (
     expert_rank_misfits,
     place_of,
     require_fit,
+    sequence_misfits,
     size_misfits,
     stage_layers,
     stage_misfits,
@@ -23,6 +24,7 @@ from refit_transport.layout.presets.building import (
     Pieces,
     Share,
     expert_misfits,
+    expert_training_misfits,
     join,
     padded_to,
     width_misfits,
@@ -47,8 +49,9 @@ def source_manifest(
     Raises:
         ConfigError: the model can't be cut so; gives all reasons.
 
-    >>> from refit_transport.layout.model_shape import ModelShape
-    >>> model = LogicalModel.from_shape(ModelShape("Qwen3ForCausalLM", 2, 64, 250, 4, 2, 16, 96))
+    >>> config = {"architectures": ["Qwen3ForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 250}
+    >>> config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96}
+    >>> model = LogicalModel.from_config(config)
     >>> manifest = source_manifest(model, MegatronParallelism(2, pipeline=2), world_size=4)
     >>> [piece.tensor for piece in manifest.ranks[3].pieces if "layers" not in piece.tensor]
     ['model.norm.weight', 'lm_head.weight']
@@ -89,8 +92,20 @@ def balanced(model: LogicalModel, cut: MegatronParallelism) -> MegatronParalleli
     return replace(cut, first_stage_layers=first, last_stage_layers=last) if first > 0 and last > 0 else cut
 
 
-def misfits(model: LogicalModel, cut: MegatronParallelism, *, world_size: int) -> tuple[Misfit, ...]:
+def training_misfits(model: LogicalModel, cut: MegatronParallelism, *, world_size: int) -> tuple[Misfit, ...]:
     """Every reason why this model can't be trained so on this many ranks; empty when it can."""
+    found = misfits(model, cut, world_size=world_size)
+    if tuple(size_misfits(cut)):
+        return found
+    return (
+        *found,
+        *sequence_misfits(tensor=cut.tensor, sequence_parallel=cut.sequence_parallel),
+        *expert_training_misfits(model, tensor=cut.tensor, sequence_parallel=cut.sequence_parallel),
+    )
+
+
+def misfits(model: LogicalModel, cut: MegatronParallelism, *, world_size: int) -> tuple[Misfit, ...]:
+    """Every reason why so many ranks can't hold the model so; empty when they can."""
     return tuple(size_misfits(cut)) or (
         *dense_rank_misfits(world_size, tensor=cut.tensor, pipeline=cut.pipeline),
         *expert_rank_misfits(world_size, pipeline=cut.pipeline, expert=cut.expert, expert_tensor=cut.experts_over),

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from refit_transport.layout.model_shape import ModelShape
+from refit_transport.errors import ConfigError
 from refit_transport.layout.presets.facts import Facts
-from refit_transport.layout.presets.families import FAMILIES, Outline, qwen
+from refit_transport.layout.presets.families import FAMILIES, Outline
 from refit_transport.layout.presets.rows import Group, Row
 
 Part = Literal["main", "drafter", "vision"]
@@ -70,26 +70,30 @@ class LogicalModel:
         >>> len(model.tensors), model.parameters()["ffn"]
         (25, 36864)
         """
-        facts = Facts(config, source)
+        facts = Facts(config, source, [])
         named = config.get("architectures") or []
         architecture = next((name for name in FAMILIES if isinstance(named, list) and name in named), None)
         if architecture is None:
             raise facts.error("architectures", str(named), _unsupported(named))
-        return cls._of(architecture, FAMILIES[architecture](facts))
-
-    @classmethod
-    def from_shape(cls, shape: ModelShape) -> Self:
-        """The tensors of a model that a configuration can train."""
-        return cls._of(shape.architecture, qwen(shape))
-
-    @classmethod
-    def _of(cls, architecture: str, outline: Outline) -> Self:
+        outline = FAMILIES[architecture](facts)
+        if facts.problems:
+            raise ConfigError(source, tuple(facts.problems))
         return cls(architecture, len(outline.layers), tuple(_tensors(outline)))
 
     @property
     def main(self) -> tuple[LogicalTensor, ...]:
         """What a refit moves: no drafter, no vision tower."""
         return tuple(tensor for tensor in self.tensors if tensor.part == "main")
+
+    @property
+    def vocab(self) -> int:
+        """The number of tokens, without padding."""
+        return next(tensor.shape[0] for tensor in self.main if tensor.group == "embedding")
+
+    @property
+    def experts(self) -> int:
+        """The number of routed experts of a layer; 0 where the model has none."""
+        return max((tensor.shape[0] for tensor in self.main if tensor.row.experts), default=0)
 
     def parameters(self, *, part: Part = "main") -> Counter[Group]:
         """The number of elements by group."""

@@ -23,12 +23,26 @@ Group = Literal[
 
 
 @dataclass(frozen=True, slots=True)
+class Packing:
+    """What a checkpoint packs in one tensor: `dim` is `units` equal units, each of them these fields, in order.
+
+    Mamba's `in_proj` is one unit z | x | B | C | dt; gpt-oss's `gate_up_proj` a unit gate | up for each column.
+    """
+
+    dim: int
+    fields: tuple[int, ...]
+    units: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """A kind of tensor inside a layer, or one outside of the layers.
 
     `name` follows the layer's prefix; `shape` is in elements. `trained` says how Megatron's tensor-parallel ranks
     divide it, `served` how vLLM's do. With `experts` dim 0 counts experts: expert parallelism divides it, and the
-    expert-tensor ranks divide the rest. "mamba" also holds Gated DeltaNet.
+    expert-tensor ranks divide the rest. "mamba" also holds Gated DeltaNet. `packing` says what is packed in it. With
+    `inputs_first` a linear layer's last two dims are inputs and outputs, not the other way round. A norm that is
+    `zero_centered` scales by 1 more than it stores.
     """
 
     name: str
@@ -37,6 +51,9 @@ class Row:
     trained: Cut = WHOLE
     served: Cut = WHOLE
     experts: bool = False
+    packing: Packing | None = None
+    inputs_first: bool = False
+    zero_centered: bool = False
 
     def named(self, prefix: str) -> Row:
         """The same under a longer name."""
@@ -61,10 +78,16 @@ def norm(name: str, size: int) -> Row:
     return Row(f"{name}.weight", (size,), "norm")
 
 
+def zero_centered(*rows: Row) -> Rows:
+    """The same rows; their norms scale by 1 more than they store."""
+    return tuple(replace(row, zero_centered=True) if row.group == "norm" else row for row in rows)
+
+
 def divided(name: str, shape: tuple[int, ...], group: Group, *blocks: Block, dim: int = 0) -> Row:
-    """A tensor that both sides divide alike: `dim` in these blocks, or evenly where there is one."""
+    """A tensor that both sides divide alike: `dim` in these blocks, which are packed, or evenly where there is one."""
     cut = Even(dim, blocks)
-    return Row(name, shape, group, cut, cut)
+    packing = Packing(dim, tuple(block.size for block in blocks)) if len(blocks) > 1 else None
+    return Row(name, shape, group, cut, cut, packing=packing)
 
 
 def width(size: int, of: str) -> Block:
@@ -72,9 +95,10 @@ def width(size: int, of: str) -> Block:
     return Block(size, size, of)
 
 
-def column(name: str, block: Block, inner: int, group: Group) -> Row:
-    """A linear layer [block, inner] whose outputs are divided."""
-    return divided(f"{name}.weight", (block.size, inner), group, block)
+def column(name: str, block: Block, inner: int, group: Group, *, fields: tuple[int, ...] = ()) -> Row:
+    """A linear layer [block, inner] whose outputs are divided; each of the block's units packs these fields."""
+    row = divided(f"{name}.weight", (block.size, inner), group, block)
+    return replace(row, packing=Packing(0, fields, block.units)) if fields else row
 
 
 def row(name: str, outer: int, block: Block, group: Group) -> Row:

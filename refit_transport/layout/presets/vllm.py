@@ -58,8 +58,9 @@ def target_manifest(
 
     Two ranks, one key-value head, 250 rows of vocabulary padded to 256:
 
-    >>> from refit_transport.layout.model_shape import ModelShape
-    >>> model = LogicalModel.from_shape(ModelShape("Qwen3ForCausalLM", 1, 64, 250, 4, 1, 16, 96))
+    >>> config = {"architectures": ["Qwen3ForCausalLM"], "hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 250}
+    >>> config |= {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 96}
+    >>> model = LogicalModel.from_config(config)
     >>> rank = target_manifest(model, EngineParallelism(tensor=2), first_rank=0).ranks[1]
     >>> [str(piece.box) for piece in rank.pieces if piece.tensor.endswith(("lm_head.weight", "k_proj.weight"))]
     ['[0:16, 0:64]', '[128:250, 0:64]']

@@ -1,0 +1,121 @@
+"""Names and stacking of transformers' modules <-> canonical tensors. Pure.
+
+transformers 5 keeps a layer's experts in two or three stacked parameters, gate and up in one, and calls some modules
+otherwise than the checkpoint does. What a checkpoint has is in the model's outline; here stands how a module has it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Self
+
+from refit_transport.errors import LayoutError
+from refit_transport.layout.fusion import Fusion, Part
+from refit_transport.layout.manifest import Piece, TensorSpec
+from refit_transport.layout.presets.model import LogicalModel, LogicalTensor
+
+# Checkpoint names on the left.
+_RENAMED = (
+    (re.compile(r"^backbone\."), "model."),
+    (re.compile(r"\.block_sparse_moe\."), ".mlp."),
+    (re.compile(r"^language_model\.model\."), "model.language_model."),
+    (re.compile(r"^vision_tower\.vision_model\."), "model.vision_tower."),
+    (re.compile(r"^multi_modal_projector\."), "model.multi_modal_projector."),
+)
+_EXPERTS = re.compile(r"^(?P<prefix>.*\.experts)\.(?P<projection>\w+)\.weight$")
+# Mixtral's are gate, up and down too.
+_PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleTensor:
+    """One entry of a module's state dict: its true shape, and the canonical tensors in it, stacked along dim 1."""
+
+    name: str
+    shape: tuple[int, ...]
+    tensors: tuple[LogicalTensor, ...]
+
+    def parts(self, pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+        """Pieces of the entry as pieces of the canonical tensors."""
+        if len(self.tensors) == 1:
+            (tensor,) = self.tensors
+            return tuple(Piece(tensor.name, p.box, p.buffer, p.offset, p.strides) for p in pieces)
+        return Fusion(1, tuple(Part(tensor.name, tensor.shape[1]) for tensor in self.tensors)).unfuse(pieces)
+
+    def specs(self, dtype: str) -> tuple[TensorSpec, ...]:
+        return tuple(TensorSpec(tensor.name, tensor.shape, dtype) for tensor in self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleNames:
+    """The entries of a module's state dict by name, and those that a refit leaves out (a vision tower)."""
+
+    architecture: str
+    entries: Mapping[str, ModuleTensor]
+    left_out: frozenset[str]
+
+    @classmethod
+    def of(cls, model: LogicalModel) -> Self:
+        """
+        >>> config = {"architectures": ["MixtralForCausalLM"], "hidden_size": 8, "num_hidden_layers": 1}
+        >>> config |= {"num_attention_heads": 2, "intermediate_size": 6, "vocab_size": 9, "num_local_experts": 4}
+        >>> names = ModuleNames.of(LogicalModel.from_config(config))
+        >>> names.entries["model.layers.0.mlp.experts.gate_up_proj"].shape
+        (4, 12, 8)
+        """
+        grouped: dict[str, list[LogicalTensor]] = {}
+        names = frozenset(tensor.name for tensor in model.main)
+        for tensor in model.main:
+            grouped.setdefault(_entry(tensor.name, names), []).append(tensor)
+        entries = {name: ModuleTensor(name, _stacked(tensors), tuple(tensors)) for name, tensors in grouped.items()}
+        others = (tensor for tensor in model.tensors if tensor.part == "vision")
+        return cls(model.architecture, entries, frozenset(_renamed(tensor.name) for tensor in others))
+
+    def check_shape(self, name: str, shape: tuple[int, ...], rank: int) -> ModuleTensor:
+        """The entry of that name.
+
+        Raises:
+            LayoutError: the model has no such tensor, or has it in another shape.
+        """
+        entry = self.entries.get(name)
+        if entry is None:
+            raise LayoutError(name, rank, f"a tensor of {self.architecture}", "a name that its outline doesn't have")
+        if entry.shape != shape:
+            raise LayoutError(name, rank, f"shape {list(entry.shape)} (model config)", f"{list(shape)} in the module")
+        return entry
+
+    def check_all(self, names: Iterable[str], rank: int) -> None:
+        """
+        Raises:
+            LayoutError: the module lacks an entry.
+        """
+        lost = self.entries.keys() - frozenset(names)
+        if lost:
+            raise LayoutError(
+                min(lost), rank, "an entry of the module's state dict", f"none, like {len(lost) - 1} more"
+            )
+
+
+def _entry(name: str, names: frozenset[str]) -> str:
+    match = _EXPERTS.match(name)
+    if match is None:
+        return _renamed(name)
+    projection = _PROJECTIONS.get(match["projection"], match["projection"])
+    gated = any(f"{match['prefix']}.{gate}.weight" in names for gate in ("gate_proj", "w1"))
+    stacked = "gate_up_proj" if gated and projection != "down_proj" else projection
+    return f"{_renamed(match['prefix'] + '.')}{stacked}"
+
+
+def _renamed(name: str) -> str:
+    for pattern, replacement in _RENAMED:
+        name = pattern.sub(replacement, name)
+    return name
+
+
+def _stacked(tensors: list[LogicalTensor]) -> tuple[int, ...]:
+    shape = list(tensors[0].shape)
+    if len(tensors) > 1:
+        shape[1] = sum(tensor.shape[1] for tensor in tensors)
+    return tuple(shape)
