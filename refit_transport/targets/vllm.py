@@ -2,7 +2,8 @@
 
 The manifest comes from vLLM's own `load_weights`, run once on tensors without data. Layers whose kernels compute with
 something else than the loaded parameters (`private_layers`) are found by proof at `manifest`, and go through their
-own post-load processing in `finish`; all others are written in place.
+own post-load processing in `finish`; all others are written in place. A parameter that the loader computes from what it
+has copied (`-exp(A_log)`) is received beside the model, and `finish` lets the loader do its work again.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from vllm.config import set_current_vllm_config
 from refit_transport.checkpoint import CheckpointFolder
 from refit_transport.errors import LayoutError
 from refit_transport.layout.manifest import Opaque, RankManifest, TensorSpec
+from refit_transport.targets.vllm_composed import ComposedParameters
 from refit_transport.targets.vllm_layers import KernelTensors, Layer, layers_of, like, on_meta, place, process
 from refit_transport.targets.vllm_manifest import LoadedModel, describe, trace_model
-from refit_transport.targets.vllm_proof import PrivateLayer, judge
+from refit_transport.targets.vllm_proof import PrivateLayer, ReadPart, judge
 
 
 class VllmTarget:
@@ -38,6 +40,7 @@ class VllmTarget:
         self._private: dict[str, PrivateLayer] | None = None
         self._kernel: dict[str, KernelTensors] = {}
         self._opaque: tuple[Opaque, ...] = ()
+        self._composed = ComposedParameters.of_none()
 
     def private_layers(self) -> Mapping[str, str]:
         """See `targets.base.Target`; known after `manifest`."""
@@ -57,6 +60,7 @@ class VllmTarget:
         with set_current_vllm_config(self._config), on_meta(self._layers):
             loaded = trace_model(self._model.load_weights, self._layers, tensors, rank)  # type: ignore[arg-type]
         manifest = describe(loaded, tensors, rank)
+        self._composed = ComposedParameters(loaded, self._layers)
         if self._private is None:
             with set_current_vllm_config(self._config):
                 self._private = self._judge(loaded, rank)
@@ -72,7 +76,7 @@ class VllmTarget:
                 live = layer.live(slot)
                 if slot.name in written and slot.name not in tensors and live is not None:
                     tensors[slot.name] = live.data
-        return tensors
+        return tensors | self._composed.received
 
     def begin(self) -> None:
         """See `targets.base.Target`. After an aborted refit, staged parameters are used again.
@@ -91,12 +95,14 @@ class VllmTarget:
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """See `targets.base.Target`: vLLM's own loader, into live or staged parameters."""
         with set_current_vllm_config(self._config), torch.no_grad():
-            self._model.load_weights(weights)  # type: ignore[operator]
+            self._model.load_weights(self._composed.take(weights))  # type: ignore[operator]
 
     def finish(self) -> None:
-        """See `targets.base.Target`: processes private layers, and what attention layers derive from weights."""
+        """See `targets.base.Target`: loads composed parameters, processes private layers and what attention derives."""
         dtype = self._config.model_config.dtype
         with set_current_vllm_config(self._config), torch.no_grad():
+            if self._composed.received:
+                self._model.load_weights(self._composed.weights())  # type: ignore[operator]
             # Attention comes last: it may derive its tensors from another layer's.
             for layer in sorted(self._layers, key=lambda layer: layer.processes_attention):
                 remedy = self._remedy(layer)
@@ -142,15 +148,19 @@ class VllmTarget:
                 raise LayoutError(slot.name, -1, expected, got)
 
     def _judge(self, loaded: LoadedModel, rank: int) -> dict[str, PrivateLayer]:
-        checkpoint = self._checkpoint()
+        checkpoint = self._checkpoint(loaded)
+        differing = self._composed.differing(self._model.load_weights, checkpoint)  # type: ignore[arg-type]
         private: dict[str, PrivateLayer] = {}
         for layer in self._layers:
             names = {slot.name for slot in layer.slots}
             if not names & loaded.parameters:
                 continue
-            writes = [write for write in loaded.writes if write.region.parameter in names]
+            writes = [write for write in loaded.writes if write.region.parameter in names - loaded.composed]
             zeroed = [region for region in loaded.padding if region.parameter in names]
             found = judge(layer, writes, zeroed, checkpoint)
+            if found is None and (unlike := names & differing):
+                reason = f"{sorted(unlike)[0]} differs from what the loader computes of the checkpoint"
+                found = PrivateLayer(layer.name, reason, "stage")
             if found is not None:
                 private[layer.name] = found
         self._stage_sharers(private)
@@ -179,12 +189,13 @@ class VllmTarget:
                 expected = "weights as loaded, or a layer that processes its own"
                 raise LayoutError(layer.name, rank, expected, private[layer.name].reason)
 
-    def _checkpoint(self) -> CheckpointFolder | None:
-        """The checkpoint that the engine loaded; None when it loaded none that can be read here."""
+    def _checkpoint(self, loaded: LoadedModel) -> ReadPart | None:
+        """Reads the checkpoint that the engine loaded; None when it loaded none that can be read here."""
         folder = Path(self._config.model_config.model)
         if self._config.load_config.load_format == "dummy" or not folder.is_dir():
             return None
         try:
-            return CheckpointFolder(folder)
+            checkpoint = CheckpointFolder(folder)
         except FileNotFoundError:
             return None
+        return lambda write: checkpoint.read_part(loaded.entries[write.source], write.box)
