@@ -8,7 +8,7 @@ has copied (`-exp(A_log)`) is received beside the model, and `finish` lets the l
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,19 @@ from refit_transport.checkpoint import CheckpointFolder
 from refit_transport.errors import LayoutError
 from refit_transport.layout.manifest import Opaque, RankManifest, TensorSpec
 from refit_transport.targets.vllm_composed import ComposedParameters
-from refit_transport.targets.vllm_layers import KernelTensors, Layer, layers_of, like, on_meta, place, process
+from refit_transport.targets.vllm_layers import (
+    KernelTensors,
+    Layer,
+    Orphan,
+    layers_of,
+    like,
+    on_meta,
+    orphans_of,
+    place,
+    process,
+)
 from refit_transport.targets.vllm_manifest import LoadedModel, describe, trace_model
-from refit_transport.targets.vllm_proof import PrivateLayer, ReadPart, judge
+from refit_transport.targets.vllm_proof import PrivateLayer, ReadPart, judge, region_of, same_bytes
 
 
 class VllmTarget:
@@ -36,6 +46,7 @@ class VllmTarget:
         self._model = model
         self._config = vllm_config
         self._layers = layers_of(model)
+        self._orphans: tuple[Orphan, ...] = ()
         self._loaded: LoadedModel | None = None
         self._private: dict[str, PrivateLayer] | None = None
         self._kernel: dict[str, KernelTensors] = {}
@@ -109,6 +120,9 @@ class VllmTarget:
                 if remedy is None and not layer.processes_attention:
                     continue
                 kernel = self._kernel.pop(layer.name, None) or KernelTensors.of(layer.module)
+                for orphan in self._orphans:
+                    if orphan.layer is layer and (parameter := layer.live(orphan.slot)) is not None:
+                        orphan.buffer.copy_(parameter.data.view(orphan.buffer.shape))
                 process(layer, dtype)
                 kernel.settle(layer.module)
 
@@ -164,6 +178,7 @@ class VllmTarget:
             if found is not None:
                 private[layer.name] = found
         self._stage_sharers(private)
+        self._orphans = tuple(self._found_orphans(private, loaded, checkpoint, rank))
         self._refuse_unprocessable(private, rank)
         return private
 
@@ -175,6 +190,25 @@ class VllmTarget:
             if sharing is not None and not self._stages(private, layer):
                 reason = f"it shares a parameter with {sharing.name}"
                 private[layer.name] = PrivateLayer(layer.name, reason, "stage")
+
+    def _found_orphans(
+        self, private: Mapping[str, PrivateLayer], loaded: LoadedModel, checkpoint: ReadPart | None, rank: int
+    ) -> Iterator[Orphan]:
+        """Of the buffers that may have been views of a staged layer's parameter, those that hold what it loaded."""
+        for orphan in orphans_of(self._model, self._layers):
+            if not self._stages(private, orphan.layer):
+                continue
+            if checkpoint is None:
+                expected = f"a checkpoint that tells whether it was a view of {orphan.slot.name}"
+                raise LayoutError(orphan.name, rank, expected, "none")
+            form = orphan.slot.form
+            found = torch.zeros(form.shape, dtype=form.dtype, device=orphan.buffer.device)
+            for write in loaded.writes:
+                part = checkpoint(write) if write.region.parameter == orphan.slot.name else None
+                if part is not None:
+                    region_of(found, write.region).copy_(part)
+            if same_bytes(found, orphan.buffer):
+                yield orphan
 
     @staticmethod
     def _stages(private: Mapping[str, PrivateLayer], layer: Layer) -> bool:
