@@ -80,10 +80,17 @@ class ComposedParameters:
             else:
                 self._part(write).copy_(part)
         live = {name: _tensor(*place).data for name, place in self._live.items() if name not in unlike}
+        computed = self.computed(load, without=unlike)
+        return frozenset(unlike | {name for name, tensor in live.items() if not same_bytes(tensor, computed[name])})
+
+    @torch.no_grad()
+    def computed(self, load: Load, *, without: Collection[str] = ()) -> dict[str, torch.Tensor]:
+        """What the loader makes of the received values, by parameter; every live one is as before afterwards."""
+        live = {name: _tensor(*place).data for name, place in self._live.items() if name not in without}
         saved = {name: tensor.clone() for name, tensor in live.items()}
         try:
-            load(self.weights(without=unlike))
-            return frozenset(unlike | {name for name in live if not same_bytes(live[name], saved[name])})
+            load(self.weights(without=without))
+            return {name: tensor.clone() for name, tensor in live.items()}
         finally:
             for name, tensor in saved.items():
                 live[name].copy_(tensor)

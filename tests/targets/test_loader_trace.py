@@ -168,6 +168,13 @@ def test_what_a_loader_computes_from_its_copies_is_received_as_copied_and_comput
     got = model.w.data.clone()
     model.load_weights(weights.items())
     assert torch.equal(got, model.w.data)
+    read = {"a": weights["a"][2:], "b": weights["b"]}
+    assert composed.differing(model.load_weights, lambda write: read[write.source]) == frozenset()
+    assert composed.differing(model.load_weights, None) == frozenset()
+    model.w.data[1, 1] += 1
+    assert composed.differing(model.load_weights, lambda write: read[write.source]) == {"w"}
+    assert composed.differing(model.load_weights, lambda write: None) == {"w"}
+    assert model.w.data[1, 1] == got[1, 1] + 1
     # Whole tensors for the loader are kept for the same computation.
     composed.received["w"].zero_()
     assert list(composed.take([*weights.items(), ("c", weights["a"])])) == [("c", weights["a"])]
