@@ -29,6 +29,8 @@ def check_apart(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.T
     Raises:
         LayoutError: naming both tensors; a refit would write what it still has to send.
     """
+    if not source or not target:
+        return
     extents = sorted([*_extents(source, "source"), *_extents(target, "target")])
     furthest: dict[str, _Extent] = {}
     for extent in extents:

@@ -6,7 +6,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any, Literal, Self, get_args
 
 import torch
@@ -18,7 +18,7 @@ from refit_transport.fabrics.base import Fabric, Phase, Spent
 from refit_transport.fabrics.deadline import Deadline
 from refit_transport.fabrics.rendezvous import ControlChannel
 from refit_transport.layout.manifest import Manifest, RankManifest
-from refit_transport.layout.wire import canonical_json, manifest_from_json, manifest_to_json
+from refit_transport.layout.wire import ManifestReader, part_digests, shared_parts
 from refit_transport.memory import check_apart
 from refit_transport.places import Place, place_here, topology_of
 from refit_transport.refit_plan import RefitPlan
@@ -48,10 +48,12 @@ class RefitSession:
         self._seconds: dict[str, float] = {}
         self._spent = Spent()
         self._verified = 0
-        self._forms: dict[tuple[str, str], str] = {}
+        self._forms: dict[tuple[str, str], tuple[torch.dtype, torch.Size, tuple[int, ...]]] = {}
         self._attempts = 0
         self._topics: tuple[str, ...] = ()
+        # What this rank published for the present attempt, the last one, and the one before.
         self._last_topics: tuple[str, ...] = ()
+        self._forgotten: tuple[str, ...] = ()
         self._began = 0.0
         self._state = "idle"
         self.version = version
@@ -127,6 +129,9 @@ class RefitSession:
 
         It returns when every rank has everything and every target could make use of it.
 
+        Ranks don't wait for each other before they send: that all mean the same version comes out in the vote, before
+        any target may serve it.
+
         Raises:
             VersionError: `version` isn't above the last one, on any rank; nothing has moved, and a new refit may begin.
             TransferError, DeadlineError, AgreementError, VerificationError: the session is broken.
@@ -134,42 +139,55 @@ class RefitSession:
         self._require("open", "transfer")
         self._attempts += 1
         deadline, agreement = Deadline(self._settings.timeout_s), f"the weight version/{self._attempts}"
-        self._topics = (agreement, *(f"{topic}/{version}" for topic in ("checksums", "replicas", "delivery", "report")))
-        with self._guarded("transfer"), self._timed("agree"):
-            self._channel.agree(agreement, str(version), deadline=deadline)
+        report, announced = f"report/{version}", f"announced/{self._attempts}"
+        self._forgotten, self._last_topics = self._last_topics, self._topics
+        self._topics = (
+            agreement,
+            announced,
+            report,
+            *(f"{topic}/{self._attempts}" for topic in ("checksums", "replicas")),
+        )
+        with self._guarded("transfer"):
+            self._channel.publish(announced, version)
+            # While bytes move there is time for it. Whoever is here has seen every rank's vote on the last version, so
+            # nobody reads what belongs to the one before.
+            self._channel.forget(self._forgotten)
+            if version > self.version:
+                self._deliver(version, deadline)
+                with self._timed("agree"):
+                    reports = {report: asdict(self._rank_report())}
+                    self._channel.agree(agreement, str(version), deadline=deadline, reports=reports)
+            else:
+                self._channel.require_equal(announced, "the weight version", deadline=deadline)
         if version <= self.version:
             self._state = "idle"
             raise VersionError(version, self.version)
-        with self._guarded("transfer"):
-            self._check_forms()
-            for transport in self._plan.transports.values():
-                self._spent.add(transport.run(self._endpoint, self._fabric, deadline=deadline))
-            with self._timed("verify"):
-                self._verify(version, deadline)
-            if self._endpoint.target is not None:
-                with self._spent.timing("load"):
-                    self._endpoint.target.finish()
-            # Before the vote, so that whoever has seen all votes finds all reports.
-            self._channel.publish(f"report/{version}", asdict(self._rank_report()))
-            with self._timed("agree"):
-                self._channel.agree(f"delivery/{version}", "complete", deadline=deadline)
         self._state, self.version = "delivered", version
+
+    def _deliver(self, version: int, deadline: Deadline) -> None:
+        self._check_forms()
+        for transport in self._plan.transports.values():
+            self._spent.add(transport.run(self._endpoint, self._fabric, deadline=deadline))
+        with self._timed("verify"):
+            self._verify(version, deadline)
+        if self._endpoint.target is not None:
+            with self._spent.timing("load"):
+                self._endpoint.target.finish()
 
     def finish(self) -> RefitReport | None:
         """Closes the refit, which every rank has delivered. Rank 0 returns the report."""
         self._require("delivered", "finish")
         with self._guarded("finish"):
-            parts: list[Any] = []
+            others: list[Any] = []
             if self._summary is not None:
-                everyone, deadline = range(self._channel.world_size), Deadline(self._settings.timeout_s)
-                parts = self._channel.collect(f"report/{self.version}", everyone, deadline=deadline)
-            # Whoever is here has seen every rank's delivery of this version, so nobody reads the last one's topics.
-            self._channel.forget(self._last_topics)
-            self._state, self._last_topics = "idle", self._topics
+                ranks, deadline = range(1, self._channel.world_size), Deadline(self._settings.timeout_s)
+                others = self._channel.collect(f"report/{self.version}", ranks, deadline=deadline)
+            self._state = "idle"
         if self._summary is None:
             return None
         total = time.perf_counter() - self._began
-        return RefitReport(self.version, total, self._summary, tuple(RankReport(**part) for part in parts))
+        parts = (self._rank_report(), *(RankReport(**part) for part in others))
+        return RefitReport(self.version, total, self._summary, parts)
 
     def run(self, version: int) -> RefitReport | None:
         """`begin`, `transfer` and `finish` in one call, for ranks that no engine drives."""
@@ -186,7 +204,7 @@ class RefitSession:
         if self._verifier is None:
             return
         atoms = self._verifier.atoms(self._attempts, share=self._settings.verify)
-        topic = f"checksums/{version}"
+        topic = f"checksums/{self._attempts}"
         source, target = self._endpoint.source_binding(), self._endpoint.target_binding()
         if source is not None:
             self._channel.publish(topic, self._verifier.source_checksums(source, atoms))
@@ -195,10 +213,10 @@ class RefitSession:
         sums = {atom: value for part in parts for atom, value in part.items()}
         if source is not None:
             self._verifier.compare_replicas(source, atoms, sums)
-            self._channel.publish(f"replicas/{version}", "agree")
+            self._channel.publish(f"replicas/{self._attempts}", "agree")
         if target is not None:
             # Where replicas differ, that is the cause of what a target finds.
-            self._channel.collect(f"replicas/{version}", sources, deadline=deadline)
+            self._channel.collect(f"replicas/{self._attempts}", sources, deadline=deadline)
             self._verified = self._verifier.compare(target, atoms, sums, version)
 
     def _check_forms(self) -> None:
@@ -207,10 +225,13 @@ class RefitSession:
         for role, side in (("source", self._endpoint.source), ("target", self._endpoint.target)):
             buffers[role] = {} if side is None else side.buffers()
             for name, tensor in buffers[role].items():
-                form = f"{tensor.dtype} {list(tensor.shape)} strides {list(tensor.stride())}"
+                form = (tensor.dtype, tensor.shape, tensor.stride())
                 known = self._forms.setdefault((role, name), form)
                 if form != known:
-                    raise LayoutError(name, self._channel.rank, f"{known}, as at the first refit", form)
+                    before, now = (
+                        f"{dtype} {list(shape)} strides {list(stride)}" for dtype, shape, stride in (known, form)
+                    )
+                    raise LayoutError(name, self._channel.rank, f"{before}, as at the first refit", now)
         check_apart(buffers["source"], buffers["target"], rank=self._channel.rank)
 
     def _rank_report(self) -> RankReport:
@@ -298,12 +319,12 @@ def _exchange(
     is_idle = source is None and target is None and rank != 0
     if source is not None:
         own_source = source.manifest(rank)
-        channel.publish("manifest/source", manifest_to_json(own_source))
+        _publish_manifest(channel, own_source)
     if not is_idle:
         held = Manifest.of(_manifests(channel, "manifest/source", sources, deadline))
     if target is not None:
         own_target = target.manifest(rank, held.tensors)
-        channel.publish("manifest/target", manifest_to_json(own_target))
+        _publish_manifest(channel, own_target)
     if not is_idle:
         wanted = Manifest.of(_manifests(channel, "manifest/target", targets, deadline))
     # Only now, because a target has its buffers after its manifest.
@@ -316,12 +337,15 @@ def _exchange(
     return job, Endpoint(rank, source, own_source, target, own_target)
 
 
+def _publish_manifest(channel: ControlChannel, manifest: RankManifest) -> None:
+    """Parts that other ranks have too are in the store once, before the manifest that names them."""
+    value, parts = shared_parts(manifest)
+    channel.share(parts)
+    channel.publish(f"manifest/{manifest.role}", value)
+
+
 def _manifests(channel: ControlChannel, topic: str, ranks: Sequence[int], deadline: Deadline) -> Iterator[RankManifest]:
-    """Replicas publish the same but for their rank; what is equal is decoded once and shared."""
-    known: dict[str, RankManifest] = {}
-    for value in channel.collect(topic, ranks, deadline=deadline):
-        number = value.pop("rank", -1)
-        key = canonical_json(value)
-        if key not in known:
-            known[key] = manifest_from_json({**value, "rank": number})
-        yield replace(known[key], rank=number)
+    """What is equal is read and decoded once, and is one object."""
+    values = channel.collect(topic, ranks, deadline=deadline)
+    reader = ManifestReader(channel.shared(digest for value in values for digest in part_digests(value)))
+    return map(reader.manifest, values)

@@ -18,8 +18,10 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def piece_view(piece: Piece, buffers: Mapping[str, torch.Tensor], *, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The live elements of a piece, shaped as its box; writing to the view writes the buffer.
+def piece_view(
+    piece: Piece, buffers: Mapping[str, torch.Tensor], *, dtype: torch.dtype | None = None, box: Box | None = None
+) -> torch.Tensor:
+    """The live elements of a piece, or of a box inside its box, shaped as that; writing to the view writes the buffer.
 
     `dtype` is that of the elements; a buffer of raw bytes (staging) is seen as such; offsets and strides count them.
 
@@ -34,11 +36,17 @@ def piece_view(piece: Piece, buffers: Mapping[str, torch.Tensor], *, dtype: torc
             raise LayoutError(piece.tensor, -1, f"buffer {piece.buffer} of {dtype}", str(buffer.dtype))
         buffer = buffer.view(dtype)
     # torch looks at the storage only, in which other tensors may lie behind this one.
-    inner, end = _reach(piece.box.shape, piece.strides), _reach(buffer.shape, buffer.stride())
+    inner = _reach(piece.box.shape, piece.strides)
+    end = buffer.numel() - 1 if buffer.is_contiguous() else _reach(buffer.shape, buffer.stride())
     if inner >= 0 and (last := piece.offset + inner) > end:
         expected = f"buffer {piece.buffer} to reach element {last} for box {piece.box}"
         raise LayoutError(piece.tensor, -1, expected, f"it ends with element {end}")
-    return buffer.as_strided(piece.box.shape, piece.strides, buffer.storage_offset() + piece.offset)
+    offset = buffer.storage_offset() + piece.offset
+    if box is None:
+        return buffer.as_strided(piece.box.shape, piece.strides, offset)
+    for inner_span, outer_span, stride in zip(box.spans, piece.box.spans, piece.strides, strict=True):
+        offset += (inner_span.start - outer_span.start) * stride
+    return buffer.as_strided(box.shape, piece.strides, offset)
 
 
 def make_buffers(
@@ -70,5 +78,6 @@ def _reach(shape: Sequence[int], strides: Sequence[int]) -> int:
 def box_view(view: torch.Tensor, around: Box, box: Box) -> torch.Tensor:
     """The part of `view`, which shows the box `around`, that shows `box`."""
     for dim, (inner, outer) in enumerate(zip(box.spans, around.spans, strict=True)):
-        view = view.narrow(dim, inner.start - outer.start, inner.size)
+        if inner != outer:
+            view = view.narrow(dim, inner.start - outer.start, inner.size)
     return view

@@ -180,7 +180,7 @@ def test_a_rank_that_dies_is_missed_by_all_others():
         resharder.run()
         if channel.rank == 1:
             os._exit(1)
-        with pytest.raises(RefitTransportError, match="rank 1 in phase"):
+        with pytest.raises(RefitTransportError, match=r"rank 1(,| in) phase"):
             resharder.run()
         with pytest.raises(TransferError, match="this one is broken"):
             resharder.run()

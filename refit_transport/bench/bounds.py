@@ -26,7 +26,7 @@ def lower_bound(case: Case, variant: Variant) -> LowerBound:
     if case.wiring.mbit is None:
         return LowerBound(0.0, "nothing")
     plan = plan_transfer(case.source_manifest(variant), case.target_manifest(variant))
-    return network_bound(plan, _topology(case.wiring))
+    return network_bound(plan, wired_topology(case.wiring))
 
 
 def network_bound(plan: TransferPlan, topology: Topology) -> LowerBound:
@@ -36,7 +36,8 @@ def network_bound(plan: TransferPlan, topology: Topology) -> LowerBound:
     return LowerBound(max(network.values()), max(network, key=lambda side: network[side]))
 
 
-def _topology(wiring: Wiring) -> Topology:
+def wired_topology(wiring: Wiring) -> Topology:
+    """The machine graph of a lab whose rates are limited; a NIC's rate is of payload."""
     assert wiring.mbit is not None
     rates = [wiring.mbit[wiring.node_of(ranks[0])] * 1e6 / 8 * GOODPUT for ranks in wiring.nic_ranks]
     nics = tuple(Nic(ranks, rate) for ranks, rate in zip(wiring.nic_ranks, rates, strict=True))

@@ -12,7 +12,7 @@ import torch
 from refit_transport.errors import LayoutError
 from refit_transport.layout.box import Box
 from refit_transport.layout.manifest import Piece, RankManifest
-from refit_transport.views import box_view, piece_view, torch_dtype
+from refit_transport.views import piece_view, torch_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Binding:
         for piece in self._pieces.get(tensor, ()):
             common = piece.box.intersect(box)
             if common is not None:
-                parts.append(Part(common, box_view(self._view(piece), piece.box, common)))
+                parts.append(Part(common, self._view(piece, common)))
         return parts
 
     def cover(self, tensor: str, box: Box) -> list[Part]:
@@ -77,5 +77,5 @@ class Binding:
         """Where the buffers lie; when it changes, programs bound to them are void."""
         return tuple(buffer.data_ptr() for buffer in self.buffers.values())
 
-    def _view(self, piece: Piece) -> torch.Tensor:
-        return piece_view(piece, self.buffers, dtype=self._dtypes[piece.tensor])
+    def _view(self, piece: Piece, box: Box | None = None) -> torch.Tensor:
+        return piece_view(piece, self.buffers, dtype=self._dtypes[piece.tensor], box=box)

@@ -16,8 +16,11 @@ from refit_transport.fabrics.program import Program, Step, Transmission
 from refit_transport.fabrics.shared_memory import SharedExchange
 from refit_transport.fabrics.slots import Slots
 
-# More only queue in the kernel; fewer leave the NIC idle between two.
-_SENDS_UNDER_WAY = 4
+# Payloads, and bytes, that a rank has under way in each direction, whichever is more. More would only queue in the
+# kernel, where all progress alike and so arrive late: what must be passed on last would come last. Fewer leave the NIC
+# idle between two.
+_PAYLOADS_UNDER_WAY = 4
+_BYTES_UNDER_WAY = 512 << 10
 
 
 def address_toward(host: str) -> str:
@@ -80,8 +83,8 @@ class _Execution:
 
     gloo's point-to-point work only completes inside `wait`, and a wait that times out closes every pair. So each rank
     goes through its steps in order and waits against the refit's deadline, only for what belongs to the step it is at
-    or to an earlier one. Before a step, everything that was sent `lag` steps earlier must have gone, so few sends share
-    a NIC at a time and what must be passed on arrives early. Receives are posted ahead into all slots that are free.
+    or to an earlier one. Before a step, everything that was sent `lag` steps earlier must have gone, and as many
+    receives are posted ahead, into free slots; the peers' bytes leave when their receive is posted.
     """
 
     def __init__(
@@ -93,7 +96,9 @@ class _Execution:
         self._receives: dict[int, Work] = {}
         self._sends: dict[int, list[tuple[Transmission, Work | None]]] = {}
         self._spent = Spent()
-        self._lag = min(_SENDS_UNDER_WAY, program.slots - 1)
+        largest = max((step.nbytes for step in program.steps), default=0)
+        self._window = max(_PAYLOADS_UNDER_WAY, _BYTES_UNDER_WAY // max(1, largest))
+        self._lag = min(self._window, program.slots - 1)
 
     def run(self) -> Spent:
         try:
@@ -109,9 +114,9 @@ class _Execution:
             if index >= self._lag:
                 self._retire(index - self._lag, steps[index - self._lag])
             ahead = min(len(steps), index - self._lag + self._program.slots + 1)
-            for number in range(posted, ahead):
-                self._post(number, steps[number])
-            posted = max(posted, ahead)
+            while posted < ahead and len(self._receives) < self._window:
+                self._post(posted, steps[posted])
+                posted += 1
             self._do(index, step)
         for index in sorted(self._sends):
             self._retire(index, steps[index])
@@ -121,7 +126,8 @@ class _Execution:
         """Starts to receive what comes over TCP."""
         if step.incoming is not None and step.shared is None:
             try:
-                self._receives[index] = self._group.recv([step.memory], step.incoming.peer, step.incoming.hop)
+                with self._spent.timing("network"):
+                    self._receives[index] = self._group.recv([step.memory], step.incoming.peer, step.incoming.hop)
             except RuntimeError as error:
                 raise self._failure(step, step.incoming, error) from error
 
@@ -137,7 +143,7 @@ class _Execution:
             with self._spent.timing("unpack"):
                 step.unpack.make()
             if self._exchange is not None and step.shared is not None and not step.sends:
-                self._exchange.acknowledge(step.incoming.peer, step.incoming.hop, deadline=self._deadline)
+                self._acknowledge(self._exchange, step.incoming)
         if step.then is not None:
             with self._spent.timing("load"):
                 step.then()
@@ -152,8 +158,12 @@ class _Execution:
             if step.sends:
                 with self._spent.timing("unpack"):
                     step.memory.copy_(step.shared)
-                self._exchange.acknowledge(incoming.peer, incoming.hop, deadline=self._deadline)
+                self._acknowledge(self._exchange, incoming)
         self._spent.received_bytes += step.nbytes
+
+    def _acknowledge(self, exchange: SharedExchange, incoming: Transmission) -> None:
+        with self._spent.timing("exchange"):
+            exchange.acknowledge(incoming.peer, incoming.hop, deadline=self._deadline)
 
     def _send(self, index: int, step: Step) -> None:
         under_way = self._sends.setdefault(index, []) if step.sends else []
@@ -166,10 +176,13 @@ class _Execution:
         if send.shared and self._exchange is not None:
             offset = 0 if step.slot_offset is None else step.slot_offset
             size = step.memory.numel()
-            self._exchange.offer(send.peer, send.hop, offset=offset, nbytes=size, deadline=self._deadline)
+            with self._spent.timing("exchange"):
+                self._exchange.offer(send.peer, send.hop, offset=offset, nbytes=size, deadline=self._deadline)
             return None
         try:
-            work: Work = self._group.send([step.memory], send.peer, send.hop)
+            # It writes to the socket as much as fits.
+            with self._spent.timing("network"):
+                work: Work = self._group.send([step.memory], send.peer, send.hop)
         except RuntimeError as error:
             raise self._failure(step, send, error) from error
         return work

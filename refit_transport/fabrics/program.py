@@ -12,6 +12,8 @@ import torch
 
 from refit_transport.fabrics.binding import Binding, Part
 from refit_transport.fabrics.slots import Slots, SlotSizes
+from refit_transport.layout.box import Box
+from refit_transport.layout.layout import row_major_strides
 from refit_transport.scheduling.schedule import Schedule
 from refit_transport.views import box_view, torch_dtype
 
@@ -118,6 +120,7 @@ class _Lowering:
         self._hops = mine[hops.sender[mine] != hops.receiver[mine]].tolist()
         self._copies = mine[hops.sender[mine] == hops.receiver[mine]].tolist()
         self._dtypes = [torch_dtype(tensor.wire_dtype) for tensor in schedule.parcels.tensors]
+        self._boxes: dict[tuple[int, ...], Box] = {}
         self._payloads_of: dict[int, npt.NDArray[np.int64]] = {}
 
     def steps(self) -> list[Step]:
@@ -193,14 +196,23 @@ class _Lowering:
         if self._source is None:
             return []
         parcels = self._schedule.parcels
-        return self._source.cover(parcels.name(row), parcels.box(row))
+        return self._source.cover(parcels.name(row), self._box(row))
 
     def _wanted(self, row: int) -> list[Part]:
         """Nothing where this rank only relays."""
         if self._target is None:
             return []
         parcels = self._schedule.parcels
-        return self._target.parts(parcels.name(row), parcels.box(row))
+        return self._target.parts(parcels.name(row), self._box(row))
+
+    def _box(self, row: int) -> Box:
+        """The parcel's box; equal ones, of which a model of many small tensors has many, are one object."""
+        parcels = self._schedule.parcels
+        dims = len(parcels.tensors[parcels.tensor[row]].shape)
+        key = (*parcels.lo[row, :dims].tolist(), *parcels.hi[row, :dims].tolist())
+        if key not in self._boxes:
+            self._boxes[key] = parcels.box(row)
+        return self._boxes[key]
 
     def _shared(self, payload: int, incoming: Transmission | None, size: int) -> torch.Tensor | None:
         """The sender's slot, where this rank can read it."""
@@ -222,12 +234,17 @@ class _Lowering:
         live: list[torch.Tensor] = []
         wire: list[torch.Tensor] = []
         parcels = self._schedule.parcels
+        typed: dict[torch.dtype, torch.Tensor] = {}
         for row, found in zip(rows, parts, strict=True):
             if not found:
                 continue
-            box, dtype = parcels.box(row), self._dtypes[parcels.tensor[row]]
-            offset = int(parcels.offset[row])
-            whole = memory[offset : offset + box.numel * dtype.itemsize].view(dtype).view(box.shape)
+            box, dtype = self._box(row), self._dtypes[parcels.tensor[row]]
+            if dtype not in typed:
+                whole_elements = memory.numel() // dtype.itemsize * dtype.itemsize
+                typed[dtype] = memory[:whole_elements].view(dtype)
+            start = typed[dtype].storage_offset() + int(parcels.offset[row]) // dtype.itemsize
+            shape = box.shape
+            whole = typed[dtype].as_strided(shape, row_major_strides(shape), start)
             for part in found:
                 live.append(part.view)
                 wire.append(box_view(whole, box, part.box))
@@ -239,7 +256,7 @@ class _Lowering:
         first: torch.Tensor | None = None
         end = begin = 0
         for row, found in zip(rows, parts, strict=True):
-            if len(found) != 1 or found[0].box.shape != parcels.box(row).shape:
+            if len(found) != 1 or found[0].box.shape != self._box(row).shape:
                 return None
             view, dtype = found[0].view, self._dtypes[parcels.tensor[row]]
             if view.device != self._memory.own.device or view.dtype != dtype or not view.is_contiguous():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswer
 from contextlib import suppress
@@ -19,7 +19,7 @@ from refit_transport.layout.wire import decode, encode
 
 T = TypeVar("T")
 
-_FAILURE, _AGREED, _VERDICT = "failure", "agreed", "verdict"
+_FAILURE, _PART = "failure", "part"
 # An answer takes a millisecond, or much longer where all cores are busy; a short timeout isn't meant for it.
 _LEAST_PATIENCE_S = 1.0
 # Whoever waits for a value looks this often whether another rank has failed.
@@ -35,6 +35,57 @@ class _Waits:
 
     store: Store
     calls: DeadlineCaller
+
+
+@dataclass(frozen=True, slots=True)
+class _Vote:
+    """One rank's part of an agreement, cast by one call in a thread: each hand-over between threads costs time."""
+
+    topic: str
+    rank: int
+    world_size: int
+    value: str | None
+    reports: Mapping[str, Any]
+
+    @property
+    def verdict(self) -> str:
+        """The key of what the ranks disagree about."""
+        return f"{self.topic}/verdict"
+
+    @property
+    def count(self) -> str:
+        """The key of how many ranks have come."""
+        return f"{self.topic}/count"
+
+    def told(self, rank: int) -> str:
+        """The key that tells a rank that all agree. Each has its own, to be set by whoever gives up waiting for it."""
+        return f"{self.topic}/agreed/{rank}"
+
+    def own_keys(self) -> Iterator[str]:
+        """The keys that this rank removes when nobody needs them any more."""
+        yield from (f"{topic}/{self.rank}" for topic in (self.topic, *self.reports))
+        yield self.told(self.rank)
+        if self.rank == 0:
+            yield self.count
+
+    def cast(self, store: Store, longest: timedelta) -> list[tuple[str, list[int]]]:
+        """Leaves this rank's value and waits to be told; the last one to come compares.
+
+        Returns nothing when all agree, and else the values and their ranks, if this rank was the one to compare.
+        """
+        for topic, value in (*self.reports.items(), (self.topic, self.value)):
+            store.set(f"{topic}/{self.rank}", encode(value))  # type: ignore[arg-type]  # the stub knows text only
+        if store.add(self.count, 1) < self.world_size:
+            store.wait([self.told(self.rank)], longest)
+            return []
+        everyone = range(self.world_size)
+        found = store.multi_get([f"{self.topic}/{rank}" for rank in everyone])
+        groups = _groups([decode(value) for value in found])
+        if len(groups) > 1:
+            store.set(self.verdict, encode(groups))  # type: ignore[arg-type]
+            return groups
+        store.multi_set([self.told(rank) for rank in everyone], ["yes"] * self.world_size)  # type: ignore[attr-defined]
+        return []
 
 
 class ControlChannel:
@@ -117,38 +168,78 @@ class ControlChannel:
         """
         return self._wait(topic, list(ranks), deadline)
 
-    def agree(self, what: str, value: str | None, *, deadline: Deadline) -> None:
+    def share(self, parts: Mapping[str, bytes]) -> None:
+        """Makes data that other ranks may have too visible to all, by its digest."""
+        for key, data in parts.items():
+            name = f"{_PART}/{key}"
+            if not self._ask(_PART, self._store.check, [name]):
+                self._ask(_PART, self._store.set, name, data)
+
+    def shared(self, digests: Iterable[str]) -> dict[str, bytes]:
+        """What was shared under these digests, by them, before anything was published that names them.
+
+        Raises:
+            TransferError: nobody has shared one of them.
+        """
+        keys = list(dict.fromkeys(digests))
+        names = [f"{_PART}/{key}" for key in keys]
+        if not names:
+            return {}
+        if not self._ask(_PART, self._store.check, names):
+            raise TransferError(self.rank, -1, _PART, "", "a part that a rank's manifest names was never shared")
+        return dict(zip(keys, self._ask(_PART, self._store.multi_get, names), strict=True))
+
+    def agree(
+        self, what: str, value: str | None, *, deadline: Deadline, reports: Mapping[str, Any] | None = None
+    ) -> None:
         """Returns when every rank has called this with an equal value, or with None: it goes along with the others.
 
-        Rank 0 compares and tells the others. It is part of every refit, so nobody asks for an answer: the store tells.
+        The last one to come compares and tells the others. It is part of every refit, so nobody asks for an answer: the
+        store tells. `reports` are values by topic that are published with this rank's value: whoever returns finds
+        everybody's.
 
         Raises:
             AgreementError: naming the values and the ranks that hold them.
+            DeadlineError: a rank didn't come in time; names it.
+            TransferError: another rank reported a failure meanwhile.
         """
         topic = f"agree/{what}"
-        self.publish(topic, value)
-        others = range(1, self.world_size)
-        if self.rank == 0:
-            keys = [f"{topic}/{rank}" for rank in range(self.world_size)]
-            self._until_told(keys, topic, deadline, lambda: self._give_up(topic, range(self.world_size), deadline))
-            groups = _groups([decode(found) for found in self._ask(topic, self._store.multi_get, keys)])
-            if len(groups) > 1:
-                self._set(f"{topic}/{_VERDICT}", groups)
-                raise _disagreement(what, groups)
-            told = [f"{topic}/{_AGREED}/{rank}" for rank in others]
-            self._own.update(told)
-            self._ask(topic, self._store.multi_set, told, ["yes"] * len(told))  # type: ignore[attr-defined]
-            return
+        vote = _Vote(topic, self.rank, self.world_size, value, reports or {})
+        self._own.update(vote.own_keys())
+        # Rank 0 gives up first, so that all give the same cause.
+        patience = deadline if self.rank == 0 else Deadline(deadline.remaining() + _LEAST_PATIENCE_S)
 
         def look() -> None:
-            if self._ask(topic, self._store.check, [f"{topic}/{_VERDICT}"], deadline=deadline):
-                raise _disagreement(what, decode(self._ask(topic, self._store.get, f"{topic}/{_VERDICT}")))
-            # Rank 0 gives up first: it knows for whom everybody waits.
-            if patience.passed:
-                raise DeadlineError(f"rank {self.rank}", "rank 0", topic, deadline.seconds)
+            if self._ask(topic, self._store.check, [vote.verdict], deadline=deadline):
+                raise _disagreement(what, decode(self._ask(topic, self._store.get, vote.verdict)))
+            self._give_up(topic, range(self.world_size), patience)
 
-        patience = Deadline(deadline.remaining() + _LEAST_PATIENCE_S)
-        self._until_told([f"{topic}/{_AGREED}/{self.rank}"], topic, patience, look)
+        # The store's own timeout must come after ours: it prints warnings.
+        longest = timedelta(seconds=patience.remaining() + _STORE_LATER_S)
+        answer = self._waits.calls.start(vote.cast, self._waits.store, longest)
+        try:
+            while not _is_there(answer):
+                self._raise_failure(deadline)
+                look()
+        except RefitTransportError:
+            # Ends the wait, which would else outlive the refit.
+            self._calls.post(self._store.set, vote.told(self.rank), "")
+            raise
+        except RuntimeError as error:
+            raise self._gone(topic, error) from error
+        if groups := answer.result():
+            raise _disagreement(what, groups)
+
+    def require_equal(self, topic: str, what: str, *, deadline: Deadline) -> None:
+        """Returns when every rank has published the same value for a topic.
+
+        Raises:
+            AgreementError: naming the values and the ranks that hold them.
+            DeadlineError, TransferError: as `collect`.
+        """
+        groups = _groups([str(value) for value in self.collect(topic, range(self.world_size), deadline=deadline)])
+        if len(groups) > 1:
+            raise _disagreement(f"{what}/", groups)
 
     def forget(self, topics: Iterable[str]) -> None:
         """Removes this rank's values of topics, agreements included, that nobody will ask for any more.
@@ -207,26 +298,6 @@ class ControlChannel:
         if failure is not None:
             raise failure
 
-    def _until_told(self, keys: Sequence[str], topic: str, deadline: Deadline, look: Callable[[], None]) -> None:
-        """Returns when all keys are set, or raises what another rank reports meanwhile, or what `look` raises.
-
-        Nobody else may wait for these keys. The store tells when the last one is set, over a connection that serves
-        nothing else: where a NIC is full of a refit's bytes, answers that must be asked for come late.
-        """
-        # The store's own timeout must come after ours: it prints warnings.
-        longest = timedelta(seconds=deadline.remaining() + _STORE_LATER_S)
-        answer = self._waits.calls.start(self._waits.store.wait, list(keys), longest)
-        try:
-            while not _is_there(answer):
-                self._raise_failure(deadline)
-                look()
-        except RefitTransportError:
-            # Ends the wait, which would else outlive the refit.
-            self._calls.post(_set_all, self._store, keys)
-            raise
-        except RuntimeError as error:
-            raise self._gone(topic, error) from error
-
     def _set(self, key: str, value: Any) -> None:
         self._own.add(key)
         self._ask(key, self._store.set, key, encode(value))
@@ -251,18 +322,13 @@ def _disagreement(what: str, groups: Sequence[tuple[str, Sequence[int]]]) -> Agr
     return AgreementError(what.rsplit("/", 1)[0], tuple((held, tuple(ranks)) for held, ranks in groups))
 
 
-def _is_there(answer: Future[None]) -> bool:
+def _is_there(answer: Future[Any]) -> bool:
     """Whether a wait is over, after waiting for it for a while; raises its error."""
     try:
         answer.result(_LOOK_EVERY_S)
     except NoAnswer:
         return False
     return True
-
-
-def _set_all(store: Store, keys: Iterable[str]) -> None:
-    for key in keys:
-        store.set(key, "")
 
 
 def _delete(store: Store, keys: Iterable[str]) -> None:

@@ -64,11 +64,11 @@ class Box:
 
     @property
     def offset(self) -> tuple[int, ...]:
-        return tuple(span.start for span in self.spans)
+        return tuple([span.start for span in self.spans])
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(span.size for span in self.spans)
+        return tuple([span.stop - span.start for span in self.spans])
 
     @property
     def numel(self) -> int:

@@ -101,7 +101,8 @@ class _Planner:
     def __init__(self, held: HoldingIndex, wanted: HoldingIndex) -> None:
         self._held, self._wanted = held, wanted
         self._geometries: dict[tuple[tuple[Corners, ...], tuple[Corners, ...]], _Geometry] = {}
-        self._pairs: dict[tuple[Holding, Holding], _Pair] = {}
+        # By identity: tensors that are held alike have the very same holding, and comparing them takes long.
+        self._pairs: dict[tuple[int, int], _Pair] = {}
         self._sets: dict[RankSet, int] = {}
 
     @property
@@ -111,9 +112,10 @@ class _Planner:
     def pair(self, spec: TensorSpec) -> _Pair:
         """The atoms of a tensor, planned once for all tensors with equal holdings on both sides."""
         held, wanted = self._held.of_tensor(spec.name), self._wanted.of_tensor(spec.name)
-        if (held, wanted) not in self._pairs:
-            self._pairs[held, wanted] = self._plan(held, wanted, spec)
-        return self._pairs[held, wanted]
+        key = (id(held), id(wanted))
+        if key not in self._pairs:
+            self._pairs[key] = self._plan(held, wanted, spec)
+        return self._pairs[key]
 
     def _plan(self, held: Holding, wanted: Holding, spec: TensorSpec) -> _Pair:
         key = (held.boxes, wanted.boxes)

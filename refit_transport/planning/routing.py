@@ -72,7 +72,9 @@ def route_tensors(
     carries everything. A tensor that a target rank can only take whole goes by `gather_broadcast` in any case.
     """
     opaque = {o.tensor: o.reason for manifest in reversed(target.ranks) for o in manifest.opaque}
-    needed = {piece.tensor for manifest in target.ranks for piece in manifest.pieces} | opaque.keys()
+    # Replicas share one sequence of pieces.
+    distinct = {id(manifest.pieces): manifest for manifest in target.ranks}.values()
+    needed = opaque.keys() | {name for manifest in distinct for name in manifest.held()}
     routes = []
     for name in (spec.name for spec in target.tensors if spec.name in needed):
         if name in opaque:

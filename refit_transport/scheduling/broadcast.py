@@ -15,9 +15,6 @@ from refit_transport.scheduling.topology import Topology
 
 ChainKind = Literal["nic", "single"]
 
-# A chain's payloads are this part of a bucket: small enough that a chain fills soon, large enough to cost little.
-_CHAIN_PAYLOADS = 2
-
 
 @dataclass(frozen=True, slots=True)
 class Chain:
@@ -110,8 +107,7 @@ def build_broadcast(plan: TransferPlan, topology: Topology, *, chains: ChainKind
         )
         for demand in demands
     ]
-    forwarded = max(1, bucket_bytes // _CHAIN_PAYLOADS)
-    return schedule_flows(plan, flows, topology, bucket_bytes=bucket_bytes, forwarded_bytes=forwarded)
+    return schedule_flows(plan, flows, topology, bucket_bytes=bucket_bytes)
 
 
 def _others(ranks: Sequence[int], door: int) -> tuple[int, ...]:

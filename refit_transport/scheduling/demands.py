@@ -40,10 +40,9 @@ class Demand:
 def demands_of(plan: TransferPlan, topology: Topology) -> list[Demand]:
     """One demand per distinct pair of holders and wanters, each wanter an entry of its own; in order of first atom."""
     nbytes = plan.nbytes()
-    pairs = np.stack((plan.holders, plan.wanters), axis=1)
-    _, inverse = np.unique(pairs, axis=0, return_inverse=True)
-    order = np.argsort(inverse.reshape(-1), kind="stable")
-    groups = np.split(order, np.flatnonzero(np.diff(inverse.reshape(-1)[order])) + 1) if len(order) else []
+    pairs = plan.holders * len(plan.rank_sets) + plan.wanters
+    order = np.argsort(pairs, kind="stable")
+    groups = np.split(order, np.flatnonzero(np.diff(pairs[order])) + 1) if len(order) else []
     found = []
     for atoms in sorted(groups, key=lambda rows: int(rows[0])):
         holders, wanters = plan.rank_sets[plan.holders[atoms[0]]], plan.rank_sets[plan.wanters[atoms[0]]]

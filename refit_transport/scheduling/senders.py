@@ -79,7 +79,7 @@ class _Chooser:
         nbytes = demand.nbytes / count
         steps = []
         for _ in range(count):
-            doors = tuple(self._door(entry, nbytes) for entry in demand.entries)
+            doors = tuple(self._door(entry, demand.holders, nbytes) for entry in demand.entries)
             first = min(range(len(doors)), key=lambda number: (self._forwards.get(doors[number], 0.0), number))
             self._forwards[doors[first]] = self._forwards.get(doors[first], 0.0) + nbytes
             sender = self._holder(demand.holders, nbytes)
@@ -118,12 +118,16 @@ class _Chooser:
             shares[routes] = shares.get(routes, 0) + 1
         return shares
 
-    def _door(self, entry: Entry, nbytes: float) -> int:
-        """The rank through which a step enters a domain: a wanter, or with "relay" another rank with an idle NIC."""
+    def _door(self, entry: Entry, holders: Sequence[int], nbytes: float) -> int:
+        """The rank through which a step enters a domain: a wanter, or with "relay" another rank with an idle NIC.
+
+        A holder is no relay: where it stands in the same domain and yet mustn't serve it ("local" is off), bytes that
+        it hands to itself would go nowhere.
+        """
         door = min(entry.wanters, key=self._entry_order)
         if self._choices.relay and self._loads.inn(door) + self._loads.seconds(door, nbytes) > self._limit:
             door = min(
-                self._topology.domains[entry.domain],
+                (rank for rank in self._topology.domains[entry.domain] if rank not in holders),
                 key=lambda rank: (self._loads.inn(rank), rank not in entry.wanters, self._loads.entered[rank], rank),
             )
         self._loads.enter(door, nbytes)

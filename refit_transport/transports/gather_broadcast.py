@@ -166,7 +166,7 @@ def _wire_specs(job: Job, names: set[str]) -> Iterator[TensorSpec]:
     """The chosen tensors with the dtype that travels."""
     dtypes = {spec.name: spec.dtype for spec in job.target.tensors}
     for spec in job.source.tensors:
-        if spec.name in names and spec.box.numel:
+        if spec.name in names and 0 not in spec.shape:
             planned = PlannedTensor(spec.name, spec.shape, spec.dtype, dtypes.get(spec.name, spec.dtype))
             yield TensorSpec(spec.name, spec.shape, planned.wire_dtype)
 
@@ -192,7 +192,8 @@ def _end(group: Sequence[_Staged]) -> int:
 def _bucket(job: Job, held: HoldingIndex, staged: tuple[_Staged, ...]) -> _Bucket:
     specs = tuple({item.spec.name: item.spec for item in staged}.values())
     pieces = tuple(_piece(item) for item in staged)
-    staging = Manifest.of(RankManifest(ranked.rank, "target", specs, pieces) for ranked in job.target.ranks)
+    staged_there = RankManifest(0, "target", specs, pieces)
+    staging = Manifest.of(staged_there.replica(ranked.rank) for ranked in job.target.ranks)
     plan = plan_transfer(job.source, staging, held=held)
     settings = job.settings
     schedule = build_broadcast(plan, job.topology, chains=settings.chains, bucket_bytes=settings.bucket_bytes)

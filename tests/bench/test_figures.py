@@ -6,14 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from refit_transport.bench.bounds import LowerBound, lower_bound
-from refit_transport.bench.cases import FULL, Case, chosen_cases, lab_cases, nodes_of
+from refit_transport.bench.bounds import LowerBound, lower_bound, wired_topology
+from refit_transport.bench.cases import FULL, SMALL_TENSORS, Case, chosen_cases, lab_cases, nodes_of
 from refit_transport.bench.figures import BOUND, ExtraMemory, Limit, Overhead, Ratio, UplinkBytes
 from refit_transport.bench.lab import Wiring
 from refit_transport.bench.results import CaseResult, LabResult, Repetition, Uplink, VariantResult, judge
-from refit_transport.bench.variants import OURS
+from refit_transport.bench.variants import OURS, settings_of
 from refit_transport.bench.workload import Side
 from refit_transport.errors import ConfigError
+from refit_transport.planning.planner import plan_transfer
+from refit_transport.scheduling.makespan import simulate
+from refit_transport.scheduling.scheduler import build_schedule
 
 CASES = {case.name: case for case in lab_cases()}
 # Payload of a full packet of 9000 bytes on a link of 1 Gbit/s, in bytes per second.
@@ -165,3 +168,17 @@ def test_every_figure_names_variants_of_its_case():
             figure = limit.figure
             used = {*figure.over, *figure.under} if isinstance(figure, Ratio) else {figure.variant}
             assert used <= names, case.name
+
+
+@pytest.mark.parametrize("name", [case.name for case in lab_cases() if case.wiring.mbit is not None])
+def test_in_the_time_model_no_case_leaves_a_nic_idle(name):
+    """What a lab run adds is latency and the machine; order and size of payloads alone cost next to nothing."""
+    [case] = chosen_cases([name])
+    if case.model.nbytes == SMALL_TENSORS.nbytes:
+        pytest.skip("its tensors are the case")
+    plan = plan_transfer(case.source_manifest(OURS), case.target_manifest(OURS))
+    topology = replace(wired_topology(case.wiring), local_rate=3e9)
+    schedule = build_schedule(plan, topology, bucket_bytes=settings_of(OURS, case.wiring).bucket_bytes)
+    schedule.check(plan)
+    least = lower_bound(case, OURS).seconds
+    assert simulate(schedule, topology).seconds <= max(1.015 * least, 0.05)

@@ -33,6 +33,8 @@ time.sleep(60)
 CALLS: dict[str, Callable[[ControlChannel], object]] = {
     "collect": lambda channel: channel.collect("topic", (0,), deadline=Deadline(TIMEOUT_S)),
     "agree": lambda channel: channel.agree("a thing/0", "x", deadline=Deadline(TIMEOUT_S)),
+    "share": lambda channel: channel.share({"0": b"data"}),
+    "shared": lambda channel: channel.shared(("0",)),
     "failure": lambda channel: channel.failure(),
     "report_failure": lambda channel: channel.report_failure(ValueError("x")),
 }
@@ -120,3 +122,19 @@ def test_the_thread_ends_with_its_owner() -> None:
     gc.collect()
     thread.join(5.0)
     assert not thread.is_alive()
+
+
+def test_what_ranks_share_is_there_once_for_all() -> None:
+    def rank_main(channel: ControlChannel) -> dict[str, bytes]:
+        data = {"same": b"for all", f"own {channel.rank}": bytes(100)}
+        channel.share(data)
+        channel.publish("shared", sorted(data))
+        keys = [key for found in channel.collect("shared", range(3), deadline=Deadline(10.0)) for key in found]
+        assert channel.shared(()) == {}
+        found = channel.shared(keys)
+        with pytest.raises(TransferError, match="never shared"):
+            channel.shared([*keys, "another"])
+        return found
+
+    expected = {"same": b"for all", **{f"own {rank}": bytes(100) for rank in range(3)}}
+    assert run_ranks(3, rank_main) == [expected] * 3

@@ -199,13 +199,18 @@ def test_the_control_channel_does_not_grow_with_the_number_of_refits():
     assert keys[2] >= keys[5] - WORLD, keys
 
 
-def test_ranks_that_refit_different_versions_all_fail_and_say_so():
-    cluster = Cluster(settings())
+@pytest.mark.parametrize(("verify", "version"), [("off", 3), ("full", 3), ("full", 1)], ids=str)
+def test_ranks_that_refit_different_versions_all_fail_and_say_so(verify, version):
+    cluster = Cluster(settings(verify=verify, timeout_s=30.0))
 
     def rank_main(channel):
         session = cluster.prepare(channel)
+        session.run(1)
+        began = time.monotonic()
         with pytest.raises((AgreementError, TransferError), match="disagree about the weight version"):
-            session.run(2 if channel.rank == 5 else 1)
+            session.run(version if channel.rank == 5 else 2)
+        assert time.monotonic() - began < 15.0
+        assert session.version == 1
         with pytest.raises(TransferError, match="this one is broken"):
             session.begin()
 
