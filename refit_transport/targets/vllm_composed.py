@@ -80,7 +80,7 @@ class ComposedParameters:
             else:
                 self._part(write).copy_(part)
         live = {name: _tensor(*place).data for name, place in self._live.items() if name not in unlike}
-        computed = self.computed(load, without=unlike)
+        computed = self.computed(load, without=unlike) if live else {}
         return frozenset(unlike | {name for name, tensor in live.items() if not same_bytes(tensor, computed[name])})
 
     @torch.no_grad()

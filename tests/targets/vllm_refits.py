@@ -18,6 +18,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 os.environ |= {
@@ -113,7 +114,7 @@ def enlarged(config: dict[str, Any]) -> dict[str, Any]:
 PARTS = {
     "kv_b_proj": r"\.(kv_b_proj\.weight|W_UK_T|W_UV)$",
     "e_score_correction_bias": r"\.e_score_correction_bias$",
-    "conv1d.weight": r"\.(conv1d\.weight|conv_weights)$",
+    "conv1d.weight": r"\.(conv1d\.(weight|_cpu_unpacked_conv_weight)|conv_weights)$",
     "A_log": r"\.(A|A_log)$",
 }
 
@@ -187,6 +188,8 @@ class Model:
             self.module = self._drafter(folder) if spread == "drafter" else get_model(vllm_config=self.config)
 
     def _drafter(self, folder: Path) -> torch.nn.Module:
+        speculative = SimpleNamespace(draft_model_config=self.config.model_config)
+        object.__setattr__(self.config, "speculative_config", speculative)
         with set_default_torch_dtype(torch.bfloat16):
             drafter = DeepSeekMTP(vllm_config=self.config)
             drafter.load_weights(load_file(folder / "model.safetensors").items())
