@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from refit_transport.session import RefitSession
     from refit_transport.sources.dtensor import layout_of, source_of, target_of
     from refit_transport.sources.tensors import Local
+    from refit_transport.targets.module import DescribedTarget
 
 __version__ = "0.1.0"
 
@@ -49,6 +50,7 @@ __all__ = [
     "Box",
     "ControlChannel",
     "DeadlineError",
+    "DescribedTarget",
     "Layout",
     "LayoutError",
     "Local",
@@ -119,6 +121,7 @@ _NAMES_BY_MODULE = {
     "session": ("RefitSession",),
     "sources.dtensor": ("layout_of", "source_of", "target_of"),
     "sources.tensors": ("Local",),
+    "targets.module": ("DescribedTarget",),
 }
 _MODULES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 

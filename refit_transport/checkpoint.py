@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from refit_transport.errors import ConfigError, Violation
 from refit_transport.layout.box import Box
+from refit_transport.layout.canonical import CheckpointEntry
 
 _INDEX = "model.safetensors.index.json"
 
@@ -39,6 +40,15 @@ class CheckpointFolder:
         if not box.spans:
             return self._open(name).get_tensor(name)  # type: ignore[no-any-return]
         return self._slice(name)[tuple(slice(span.start, span.stop) for span in box.spans)]  # type: ignore[no-any-return]
+
+    def read_part(self, entry: CheckpointEntry, box: Box) -> torch.Tensor | None:
+        """One box of a checkpoint tensor, which lies on disk by itself or in its stack; None when neither is there."""
+        if self.shape(entry.name) == entry.shape:
+            return self.read(entry.name, box)
+        stack = self.shape(entry.tensor) if entry.expert is not None else None
+        if stack is None or stack[1:] != entry.shape or not Box.full(stack).contains(entry.box):
+            return None
+        return self.read(entry.tensor, Box((entry.box.spans[0], *box.spans)))[0]
 
     def check(self) -> None:
         """Opens every file.

@@ -109,7 +109,7 @@ def _prediction(method, least):
         ((), "MODEL: must be one of Qwen3-4B, "),
         (("Qwen3-4B", "--source", "tp3", "--target", "tp1"), "must divide the model's 32 attention heads"),
         (("Qwen3-4B", "--source", "tp8", "--target", "tp8", "--sources", "12"), "needs a multiple of 8 training ranks"),
-        (("Qwen3-4B", "--source", "tp8", "--target", "pp2"), "is no parallel size; known: tp, dp, ep"),
+        (("Qwen3-4B", "--source", "tp8", "--target", "cp2"), "is no parallel size; known: tp, pp, dp, ep"),
     ],
 )
 def test_what_is_refused_says_why(arguments, message):

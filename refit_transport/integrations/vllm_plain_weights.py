@@ -36,7 +36,7 @@ _APPLY = (
     "expert_tokens_meta",
     "apply_router_weight_on_input",
 )
-_ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
 
 
 def use_plain_weights() -> None:
@@ -113,7 +113,8 @@ def _apply_experts(
 ) -> None:
     """Sums each token's local experts into `output` [tokens, hidden]; other ranks' experts add nothing.
 
-    `w1` is [experts, 2 x intermediate, hidden] with the gates first, `w2` [experts, hidden, intermediate].
+    `w1` is [experts, 2 x intermediate, hidden] with the gates first (gpt-oss: with gate and up rows in turn), `w2`
+    [experts, hidden, intermediate].
     """
     ids = topk_ids.long() if expert_map is None else expert_map.to(topk_ids.device)[topk_ids.long()]
     total = torch.zeros(hidden_states.shape[0], w2.shape[1], dtype=torch.float32, device=hidden_states.device)
@@ -121,17 +122,27 @@ def _apply_experts(
         tokens, choices = (ids == expert).nonzero(as_tuple=True)
         bias1 = None if self.w1_bias is None else self.w1_bias[expert]
         bias2 = None if self.w2_bias is None else self.w2_bias[expert]
-        gate, up = functional.linear(hidden_states[tokens], w1[expert], bias1).chunk(2, dim=-1)
-        hidden = functional.linear(_activate(activation, gate) * up, w2[expert], bias2).float()
+        gated = _activate(activation, functional.linear(hidden_states[tokens], w1[expert], bias1))
+        hidden = functional.linear(gated, w2[expert], bias2).float()
         if not apply_router_weight_on_input:
             hidden *= topk_weights[tokens, choices].float().unsqueeze(1)
         total.index_add_(0, tokens, hidden)
     output.copy_(total)
 
 
-def _activate(activation: Any, gate: torch.Tensor) -> torch.Tensor:
+def _activate(activation: Any, projected: torch.Tensor) -> torch.Tensor:
+    """The experts' inner values of their gate and up projections, [tokens, 2 x intermediate]."""
+    if activation.value == "swigluoai":
+        return _swiglu_oai(projected)
+    gate, up = projected.chunk(2, dim=-1)
     if activation.value == "silu":
-        return functional.silu(gate)
+        return functional.silu(gate) * up
     if activation.value in ("gelu", "gelu_tanh"):
-        return functional.gelu(gate, approximate="tanh" if activation.value == "gelu_tanh" else "none")
+        return functional.gelu(gate, approximate="tanh" if activation.value == "gelu_tanh" else "none") * up
     raise seam_error("plain-weights mode", f"an expert activation of {', '.join(_ACTIVATIONS)}, not {activation.value}")
+
+
+def _swiglu_oai(projected: torch.Tensor) -> torch.Tensor:
+    """gpt-oss's: clamped at 7, with sigmoid(1.702 x gate), as vLLM's CPU kernel has it built in."""
+    gate, up = projected[..., ::2].clamp(max=7.0), projected[..., 1::2].clamp(min=-7.0, max=7.0)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)

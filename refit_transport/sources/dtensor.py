@@ -106,6 +106,10 @@ class StateDictSource:
         """The local tensors as they are now, without autograd."""
         return {held.name: held.local for held in self._held(-1)}
 
+    def copies(self) -> Collection[str]:
+        """None: the tensors are the live ones."""
+        return ()
+
     def _held(self, rank: int) -> Iterator[_Held]:
         return _held(self._state()) if self._names is None else _held_by_module(self._state(), self._names, rank)
 

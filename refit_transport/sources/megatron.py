@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -144,6 +144,10 @@ class MegatronSource:
             torch.add(found[shifted.of], shifted.by, out=shifted.copy)
             found[name] = shifted.copy
         return found
+
+    def copies(self) -> Collection[str]:
+        """The buffers that are copies of parameters which Megatron stores in another form; see `write_back`."""
+        return self._shifted.keys()
 
     def write_back(self) -> None:
         """Gives the parameters what was written into their copies among `buffers`."""

@@ -111,14 +111,19 @@ class _Derived:
                 parameters.add(origin)
             elif isinstance(origin, _Plain):
                 sources.add(origin.source)
-            else:
+            elif isinstance(origin, _Derived):
                 sources |= origin.sources
                 parameters |= origin.parameters
                 reasons.append(origin.reason)
         return cls(frozenset(sources), frozenset(parameters), (*reasons, reason)[0])
 
 
-_Origin = _Plain | _Derived | str
+@dataclass(frozen=True, slots=True)
+class _Zeros:
+    """A storage that the loader made of zeros, whatever it loads."""
+
+
+_Origin = _Plain | _Derived | _Zeros | str
 """Where a storage's contents come from; a string is the name of the parameter that the storage is."""
 
 _LOADER_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -178,8 +183,11 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         origins = [origin for origin in map(self._origin, inputs) if origin is not None]
-        if not origins:
-            return func(*args, **kwargs)
+        if not origins or func in _MAKES_ZEROS:
+            result = func(*args, **kwargs)
+            if func in _MAKES_ZEROS:
+                self._note(result, _Zeros())
+            return result
         if func is _ATEN.copy_.default:
             self._copy(args[0], args[1])
             return args[0]
@@ -238,6 +246,8 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             pass
         elif isinstance(origin, _Plain):
             self._write(target, destination, origin, value)
+        elif isinstance(origin, _Zeros):
+            self.zeroed.append(self._region(target, destination))
         else:
             known = [] if origin is None else [origin]
             reason = "its loader writes a constant" if origin is None else "its loader computes the value"
@@ -284,6 +294,7 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 _COPIES = (_ATEN._to_copy.default, _ATEN.clone.default)
+_MAKES_ZEROS = (_ATEN.zeros.default, _ATEN.zeros_like.default, _ATEN.new_zeros.default)
 
 
 def _view(tensor: torch.Tensor) -> StridedView:

@@ -2,7 +2,8 @@
 
 The manifest comes from vLLM's own `load_weights`, run once on tensors without data. Layers whose kernels compute with
 something else than the loaded parameters (`private_layers`) are found by proof at `manifest`, and go through their
-own post-load processing in `finish`; all others are written in place.
+own post-load processing in `finish`; all others are written in place. A parameter that the loader computes from what it
+has copied (`-exp(A_log)`) is received beside the model, and `finish` lets the loader do its work again.
 """
 
 from __future__ import annotations
@@ -19,9 +20,20 @@ from refit_transport.checkpoint import CheckpointFolder
 from refit_transport.checksum import Derived
 from refit_transport.errors import LayoutError
 from refit_transport.layout.manifest import Opaque, RankManifest, TensorSpec
-from refit_transport.targets.vllm_layers import KernelTensors, Layer, layers_of, like, on_meta, place, process
+from refit_transport.targets.vllm_composed import ComposedParameters
+from refit_transport.targets.vllm_layers import (
+    KernelTensors,
+    Layer,
+    Orphan,
+    layers_of,
+    like,
+    on_meta,
+    orphans_of,
+    place,
+    process,
+)
 from refit_transport.targets.vllm_manifest import LoadedModel, describe, trace_model
-from refit_transport.targets.vllm_proof import PrivateLayer, judge
+from refit_transport.targets.vllm_proof import PrivateLayer, ReadPart, judge, region_of, same_bytes
 
 
 class VllmTarget:
@@ -35,10 +47,12 @@ class VllmTarget:
         self._model = model
         self._config = vllm_config
         self._layers = layers_of(model)
+        self._orphans: tuple[Orphan, ...] = ()
         self._loaded: LoadedModel | None = None
         self._private: dict[str, PrivateLayer] | None = None
         self._kernel: dict[str, KernelTensors] = {}
         self._opaque: tuple[Opaque, ...] = ()
+        self._composed = ComposedParameters.of_none()
 
     def private_layers(self) -> Mapping[str, str]:
         """See `targets.base.Target`; known after `manifest`."""
@@ -58,6 +72,7 @@ class VllmTarget:
         with set_current_vllm_config(self._config), on_meta(self._layers):
             loaded = trace_model(self._model.load_weights, self._layers, tensors, rank)  # type: ignore[arg-type]
         manifest = describe(loaded, tensors, rank)
+        self._composed = ComposedParameters(loaded, self._layers)
         if self._private is None:
             with set_current_vllm_config(self._config):
                 self._private = self._judge(loaded, rank)
@@ -73,7 +88,7 @@ class VllmTarget:
                 live = layer.live(slot)
                 if slot.name in written and slot.name not in tensors and live is not None:
                     tensors[slot.name] = live.data
-        return tensors
+        return tensors | self._composed.received
 
     def begin(self) -> None:
         """See `targets.base.Target`. After an aborted refit, staged parameters are used again.
@@ -92,18 +107,23 @@ class VllmTarget:
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """See `targets.base.Target`: vLLM's own loader, into live or staged parameters."""
         with set_current_vllm_config(self._config), torch.no_grad():
-            self._model.load_weights(weights)  # type: ignore[operator]
+            self._model.load_weights(self._composed.take(weights))  # type: ignore[operator]
 
     def finish(self) -> None:
-        """See `targets.base.Target`: processes private layers, and what attention layers derive from weights."""
+        """See `targets.base.Target`: loads composed parameters, processes private layers and what attention derives."""
         dtype = self._config.model_config.dtype
         with set_current_vllm_config(self._config), torch.no_grad():
+            if self._composed.received:
+                self._model.load_weights(self._composed.weights())  # type: ignore[operator]
             # Attention comes last: it may derive its tensors from another layer's.
             for layer in sorted(self._layers, key=lambda layer: layer.processes_attention):
                 remedy = self._remedy(layer)
                 if remedy is None and not layer.processes_attention:
                     continue
                 kernel = self._kernel.pop(layer.name, None) or KernelTensors.of(layer.module)
+                for orphan in self._orphans:
+                    if orphan.layer is layer and (parameter := layer.live(orphan.slot)) is not None:
+                        orphan.buffer.copy_(parameter.data.view(orphan.buffer.shape))
                 process(layer, dtype)
                 kernel.settle(layer.module)
 
@@ -152,18 +172,23 @@ class VllmTarget:
                 raise LayoutError(slot.name, -1, expected, got)
 
     def _judge(self, loaded: LoadedModel, rank: int) -> dict[str, PrivateLayer]:
-        checkpoint = self._checkpoint()
+        checkpoint = self._checkpoint(loaded)
+        differing = self._composed.differing(self._model.load_weights, checkpoint)  # type: ignore[arg-type]
         private: dict[str, PrivateLayer] = {}
         for layer in self._layers:
             names = {slot.name for slot in layer.slots}
             if not names & loaded.parameters:
                 continue
-            writes = [write for write in loaded.writes if write.region.parameter in names]
+            writes = [write for write in loaded.writes if write.region.parameter in names - loaded.composed]
             zeroed = [region for region in loaded.padding if region.parameter in names]
             found = judge(layer, writes, zeroed, checkpoint)
+            if found is None and (unlike := names & differing):
+                reason = f"{sorted(unlike)[0]} differs from what the loader computes of the checkpoint"
+                found = PrivateLayer(layer.name, reason, "stage")
             if found is not None:
                 private[layer.name] = found
         self._stage_sharers(private)
+        self._orphans = tuple(self._found_orphans(private, loaded, checkpoint, rank))
         self._refuse_unprocessable(private, rank)
         return private
 
@@ -175,6 +200,25 @@ class VllmTarget:
             if sharing is not None and not self._stages(private, layer):
                 reason = f"it shares a parameter with {sharing.name}"
                 private[layer.name] = PrivateLayer(layer.name, reason, "stage")
+
+    def _found_orphans(
+        self, private: Mapping[str, PrivateLayer], loaded: LoadedModel, checkpoint: ReadPart | None, rank: int
+    ) -> Iterator[Orphan]:
+        """Of the buffers that may have been views of a staged layer's parameter, those that hold what it loaded."""
+        for orphan in orphans_of(self._model, self._layers):
+            if not self._stages(private, orphan.layer):
+                continue
+            if checkpoint is None:
+                expected = f"a checkpoint that tells whether it was a view of {orphan.slot.name}"
+                raise LayoutError(orphan.name, rank, expected, "none")
+            form = orphan.slot.form
+            found = torch.zeros(form.shape, dtype=form.dtype, device=orphan.buffer.device)
+            for write in loaded.writes:
+                part = checkpoint(write) if write.region.parameter == orphan.slot.name else None
+                if part is not None:
+                    region_of(found, write.region).copy_(part)
+            if same_bytes(found, orphan.buffer):
+                yield orphan
 
     @staticmethod
     def _stages(private: Mapping[str, PrivateLayer], layer: Layer) -> bool:
@@ -189,12 +233,13 @@ class VllmTarget:
                 expected = "weights as loaded, or a layer that processes its own"
                 raise LayoutError(layer.name, rank, expected, private[layer.name].reason)
 
-    def _checkpoint(self) -> CheckpointFolder | None:
-        """The checkpoint that the engine loaded; None when it loaded none that can be read here."""
+    def _checkpoint(self, loaded: LoadedModel) -> ReadPart | None:
+        """Reads the checkpoint that the engine loaded; None when it loaded none that can be read here."""
         folder = Path(self._config.model_config.model)
         if self._config.load_config.load_format == "dummy" or not folder.is_dir():
             return None
         try:
-            return CheckpointFolder(folder)
+            checkpoint = CheckpointFolder(folder)
         except FileNotFoundError:
             return None
+        return lambda write: checkpoint.read_part(loaded.entries[write.source], write.box)

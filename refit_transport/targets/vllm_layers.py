@@ -76,6 +76,40 @@ def layers_of(model: nn.Module) -> tuple[Layer, ...]:
     return tuple(layers)
 
 
+@dataclass(frozen=True, slots=True)
+class Orphan:
+    """A buffer that may have been another view of a parameter, as Mamba's `conv_weights`, before that was processed.
+
+    If it was, it keeps the loaded values by itself, and must follow the parameter's in load format.
+    """
+
+    name: str
+    buffer: torch.Tensor
+    layer: Layer
+    slot: Slot
+
+
+def orphans_of(model: nn.Module, layers: tuple[Layer, ...]) -> Iterator[Orphan]:
+    """The buffers that vLLM doesn't record because they were views, each with every parameter that it could be of."""
+    for path, module in model.named_modules():
+        info = LAYERWISE_INFO.get(module)
+        recorded = SKIP_TENSORS if info is None else SKIP_TENSORS | info.restore_metadata[1].keys()
+        inside = [layer for layer in layers if layer.name == path or layer.name.startswith(f"{path}.")]
+        for attribute in sorted(module._non_persistent_buffers_set - recorded):
+            buffer = module._buffers[attribute]
+            if buffer is None or info is None or any(_shares(buffer, layer) for layer in inside):
+                continue
+            for layer in inside:
+                for slot in layer.slots:
+                    if slot.is_parameter and (slot.form.numel(), slot.form.dtype) == (buffer.numel(), buffer.dtype):
+                        yield Orphan(f"{path}.{attribute}", buffer, layer, slot)
+
+
+def _shares(buffer: torch.Tensor, layer: Layer) -> bool:
+    live = (tensor for tensor in layer.module._parameters.values() if tensor is not None)
+    return any(tensor.untyped_storage()._cdata == buffer.untyped_storage()._cdata for tensor in live)
+
+
 def _recorded(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
     """Attribute, tensor and whether it is a parameter, for all that is part of the module's load format.
 

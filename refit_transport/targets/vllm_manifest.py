@@ -26,7 +26,8 @@ class LoadedModel:
 
     `writes` are plain copies of checkpoint tensors, `padding` the regions set to zero, `opaque` maps logical tensors to
     the reason why they must arrive whole. `parameters` are all names written in one way or another; `dtypes` are
-    theirs.
+    theirs. `composed` are the parameters that the loader fills with plain copies and then computes anew from these
+    alone, such as `-exp(A_log)`: their writes say which elements of the checkpoint the computation needs.
     """
 
     entries: Mapping[str, CheckpointEntry]
@@ -35,6 +36,7 @@ class LoadedModel:
     opaque: Mapping[str, str]
     parameters: frozenset[str]
     dtypes: Mapping[str, torch.dtype]
+    composed: frozenset[str]
 
 
 def trace_model(load: Load, layers: Sequence[Layer], tensors: Sequence[TensorSpec], rank: int) -> LoadedModel:
@@ -48,7 +50,8 @@ def trace_model(load: Load, layers: Sequence[Layer], tensors: Sequence[TensorSpe
     forms = {slot.name: slot.form for layer in layers for slot in layer.slots}
     raw, looked_at = _trace_all(load, entries, dtypes, forms, rank)
     _refuse_rebound(layers, rank)
-    reasons = _opaque_entries(raw, forms, looked_at)
+    composed = _composed_parameters(raw, forms, looked_at)
+    reasons = _opaque_entries(raw, forms, looked_at, composed)
     opaque: dict[str, str] = {}
     for name, reason in reasons.items():
         opaque.setdefault(entries[name].tensor, reason)
@@ -59,7 +62,7 @@ def trace_model(load: Load, layers: Sequence[Layer], tensors: Sequence[TensorSpe
     written = {write.region.parameter for write in raw.writes}
     written |= {computed.region.parameter for computed in raw.computed}
     form_dtypes = {name: form.dtype for name, form in forms.items()}
-    return LoadedModel(entries, writes, raw.zeroed, opaque, frozenset(written), form_dtypes)
+    return LoadedModel(entries, writes, raw.zeroed, opaque, frozenset(written), form_dtypes, composed)
 
 
 def _trace_all(
@@ -102,13 +105,46 @@ def _refuse_rebound(layers: Sequence[Layer], rank: int) -> None:
                 raise LayoutError(slot.name, rank, "a parameter that the loader fills in place", "a replaced one")
 
 
-def _opaque_entries(raw: RawTrace, forms: Mapping[str, torch.Tensor], looked_at: Mapping[str, str]) -> dict[str, str]:
+def _composed_parameters(
+    raw: RawTrace, forms: Mapping[str, torch.Tensor], looked_at: Mapping[str, str]
+) -> frozenset[str]:
+    """The parameters that the loader computes from what it has copied into them, and from nothing else.
+
+    Loading tensors that are right where the traced writes read them then fills these parameters rightly, and touches
+    no other one.
+    """
+    reads: defaultdict[str, set[str]] = defaultdict(set)
+    writers: defaultdict[str, set[str]] = defaultdict(set)
+    for write in raw.writes:
+        reads[write.region.parameter].add(write.source)
+        writers[write.source].add(write.region.parameter)
+    found = {each.region.parameter for each in raw.computed}
+    for computed in raw.computed:
+        if computed.sources or computed.parameters != {computed.region.parameter}:
+            found -= {computed.region.parameter, *computed.parameters}
+    regions: defaultdict[str, list[Region]] = defaultdict(list)
+    for region in (*(write.region for write in raw.writes), *raw.zeroed):
+        regions[region.parameter].append(region)
+    return frozenset(
+        name
+        for name in found
+        if forms[name].is_contiguous()
+        and not overlaps(tuple(forms[name].shape), regions[name])
+        and not any(source in looked_at or writers[source] != {name} for source in reads[name])
+    )
+
+
+def _opaque_entries(
+    raw: RawTrace, forms: Mapping[str, torch.Tensor], looked_at: Mapping[str, str], composed: frozenset[str]
+) -> dict[str, str]:
     """The checkpoint tensors whose load is more than plain copies, each element once, and why."""
     reasons = dict(looked_at)
     by_parameter: defaultdict[str, list[Write]] = defaultdict(list)
     for write in raw.writes:
         by_parameter[write.region.parameter].append(write)
     for computed in raw.computed:
+        if computed.region.parameter in composed:
+            continue
         involved = set(computed.sources)
         for parameter in computed.parameters:
             involved |= {write.source for write in by_parameter[parameter]}

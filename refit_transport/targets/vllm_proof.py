@@ -7,7 +7,7 @@ applied alone, its output must follow an exact change of its weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,8 +19,6 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
-from refit_transport.checkpoint import CheckpointFolder
-from refit_transport.layout.box import Box
 from refit_transport.targets.loader_trace import Region, Write
 from refit_transport.targets.vllm_layers import Layer
 
@@ -47,9 +45,13 @@ def region_of(tensor: torch.Tensor, region: Region) -> torch.Tensor:
     return torch.as_strided(tensor.data, region.view.shape, region.view.strides, offset)
 
 
+ReadPart = Callable[[Write], torch.Tensor | None]
+"""Reads the elements that a write copied from the loaded checkpoint; None when that hasn't got them."""
+
+
 @torch.no_grad()
 def judge(
-    layer: Layer, writes: Sequence[Write], zeroed: Iterable[Region], checkpoint: CheckpointFolder | None
+    layer: Layer, writes: Sequence[Write], zeroed: Sequence[Region], checkpoint: ReadPart | None
 ) -> PrivateLayer | None:
     """None when writing the layer's parameters is all that a refit has to do.
 
@@ -60,7 +62,8 @@ def judge(
     if problem is None and checkpoint is not None:
         problem = _bytes_problem(layer, writes, zeroed, checkpoint)
     if problem is None and (layer.quant_method is not None or layer.processes_attention):
-        problem = _unproven_problem(layer, writes, checkpoint)
+        regions = (*(write.region for write in writes), *zeroed)
+        problem = _unproven_problem(layer, {region.parameter for region in regions}, checkpoint)
     if problem is not None:
         return PrivateLayer(layer.name, problem, "stage")
     problem = _follow_problem(layer)
@@ -83,16 +86,13 @@ def _form_problem(layer: Layer) -> str | None:
     return None
 
 
-def _bytes_problem(
-    layer: Layer, writes: Iterable[Write], zeroed: Iterable[Region], checkpoint: CheckpointFolder
-) -> str | None:
+def _bytes_problem(layer: Layer, writes: Iterable[Write], zeroed: Iterable[Region], checkpoint: ReadPart) -> str | None:
     live = {slot.name: tensor for slot in layer.slots if (tensor := layer.live(slot)) is not None}
     for write in writes:
         held = region_of(live[write.region.parameter], write.region)
-        shape = checkpoint.shape(write.source)
-        if shape is None or len(shape) != len(write.box.spans) or not Box.full(shape).contains(write.box):
+        loaded = checkpoint(write)
+        if loaded is None:
             return f"the checkpoint lacks {write.source}{write.box} to compare {write.region.parameter} with"
-        loaded = checkpoint.read(write.source, write.box)
         if not same_bytes(held, loaded.to(device=held.device, dtype=held.dtype)):
             return f"{write.region.parameter} differs from the loaded {write.source}{write.box}"
     for region in zeroed:
@@ -103,12 +103,11 @@ def _bytes_problem(
 
 def same_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Equality of bits, so that NaNs are equal to themselves and -0 differs from 0."""
-    return torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))
+    return torch.equal(first.reshape(-1).view(torch.uint8), second.reshape(-1).view(torch.uint8))
 
 
-def _unproven_problem(layer: Layer, writes: Iterable[Write], checkpoint: CheckpointFolder | None) -> str | None:
+def _unproven_problem(layer: Layer, written: Collection[str], checkpoint: ReadPart | None) -> str | None:
     """What keeps a layer with post-load processing from being proven, though its parameters look right."""
-    written = {write.region.parameter for write in writes}
     opaque = [slot.attribute for slot in layer.slots if slot.is_parameter and slot.name not in written]
     if opaque:
         return f"{opaque[0]} can't be compared with the checkpoint"

@@ -11,6 +11,7 @@ pytest.importorskip("vllm")
 from refit_transport.errors import LayoutError
 from refit_transport.layout.box import Box
 from refit_transport.layout.manifest import Piece, TensorSpec
+from refit_transport.targets.vllm_composed import ComposedParameters
 from refit_transport.targets.vllm_layers import layers_of, on_meta
 from refit_transport.targets.vllm_manifest import describe, trace_model
 
@@ -73,10 +74,12 @@ def _fused(parameter, weights):
         (_fused, (4, 3), {"gate": (2, 3), "up": (2, 3)}),
         (lambda p, w: p.data.copy_(w["a"].reshape(())), (), {"a": (1,)}),
         (lambda p, w: p.data[2:].copy_(w["a"]) + p.data[:2].fill_(0), (4, 3), {"a": (2, 3)}),
+        (lambda p, w: p.data[2:].copy_(w["a"]) + p.data[:2].copy_(torch.zeros_like(w["a"])), (4, 3), {"a": (2, 3)}),
     ],
     ids=[
         "whole", "transposed", "into a transposed view", "transposed copy", "part of a cast copy", "rows", "squeezed",
         "leading dim", "split dims", "flattened", "interleaved", "fused", "scalar", "zeroed padding",
+        "copied zeros",
     ],
 )  # fmt: skip
 def test_pieces_put_elements_where_the_loader_puts_them(load, shape, shapes):
@@ -86,11 +89,6 @@ def test_pieces_put_elements_where_the_loader_puts_them(load, shape, shapes):
     assert {piece.tensor for piece in manifest.pieces} == set(shapes)
     assert {piece.buffer for piece in manifest.pieces} == {"w"}
     assert _moves_like_the_loader(model, manifest, **shapes)
-
-
-def _composed(parameter, weights):
-    parameter.data.copy_(weights["a"])
-    parameter.data.copy_(-torch.exp(parameter.float()))
 
 
 def _looks(parameter, weights):
@@ -118,7 +116,6 @@ def _zeroes_afterwards(parameter, weights):
 @pytest.mark.parametrize(
     ("load", "shapes", "reason"),
     [
-        (_composed, {"a": (4, 3)}, "comput|applies"),
         (lambda p, w: p.data.copy_(w["a"] + 1), {"a": (4, 3)}, "add"),
         (lambda p, w: p.data.copy_(w["a"].mul_(2)), {"a": (4, 3)}, "mul_"),
         (lambda p, w: p.data.copy_(w["a"].to(torch.bfloat16)), {"a": (4, 3)}, "bfloat16"),
@@ -131,7 +128,7 @@ def _zeroes_afterwards(parameter, weights):
         (_looks, {"a": (4, 3)}, "looks at its values"),
     ],
     ids=[
-        "composed", "computed", "in place", "narrower cast", "broadcast", "steps", "concatenated", "temporary",
+        "computed", "in place", "narrower cast", "broadcast", "steps", "concatenated", "temporary",
         "overlapping", "zeroed after", "values",
     ],
 )  # fmt: skip
@@ -140,6 +137,73 @@ def test_anything_but_plain_copies_arrives_whole(load, shapes, reason):
     assert manifest.pieces == ()
     assert {opaque.tensor for opaque in manifest.opaque} == set(shapes)
     assert all(re.search(reason, opaque.reason) for opaque in manifest.opaque)
+
+
+def _composed(parameter, weights):
+    parameter.data[:2].copy_(weights["a"][2:])
+    parameter.data[2:].copy_(weights["b"].t())
+    parameter.data.copy_(-torch.exp(parameter.float()))
+
+
+def test_what_a_loader_computes_from_its_copies_is_received_as_copied_and_computed_by_the_loader():
+    shapes = {"a": (4, 3), "b": (3, 2)}
+    model = _Model(_composed, 4, 3, dtype=torch.bfloat16)
+    layers = layers_of(model)
+    specs = [TensorSpec(name, shape, "float32") for name, shape in shapes.items()]
+    with on_meta(layers):
+        loaded = trace_model(model.load_weights, layers, specs, 3)
+    manifest, composed = describe(loaded, specs, 3), ComposedParameters(loaded, layers)
+    assert manifest.opaque == ()
+    assert {(piece.tensor, piece.box) for piece in manifest.pieces} == {
+        ("a", Box.of((2, 4), (0, 3))),
+        ("b", Box.of((0, 3), (0, 2))),
+    }
+    weights = {name: torch.randn(shape) for name, shape in shapes.items()}
+    for piece in manifest.pieces:
+        part = weights[piece.tensor][tuple(slice(s.start, s.stop) for s in piece.box.spans)]
+        received = composed.received[piece.buffer]
+        torch.as_strided(received, piece.box.shape, piece.strides, piece.offset).copy_(part)
+    assert not model.w.data.any()
+    model.load_weights(composed.weights())
+    got = model.w.data.clone()
+    model.load_weights(weights.items())
+    assert torch.equal(got, model.w.data)
+    read = {"a": weights["a"][2:], "b": weights["b"]}
+    assert composed.differing(model.load_weights, lambda write: read[write.source]) == frozenset()
+    assert composed.differing(model.load_weights, None) == frozenset()
+    model.w.data[1, 1] += 1
+    assert composed.differing(model.load_weights, lambda write: read[write.source]) == {"w"}
+    assert composed.differing(model.load_weights, lambda write: None) == {"w"}
+    assert model.w.data[1, 1] == got[1, 1] + 1
+    # Whole tensors for the loader are kept for the same computation.
+    composed.received["w"].zero_()
+    assert list(composed.take([*weights.items(), ("c", weights["a"])])) == [("c", weights["a"])]
+    model.load_weights(composed.weights())
+    assert torch.equal(got, model.w.data)
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        lambda p, w: (p.data.copy_(w["a"]), p.data.copy_(p.data * w["b"])),
+        lambda p, w: (p.data.copy_(w["a"]), p.data.mul_(2), w["c"].copy_(w["a"])),
+        lambda p, w: (p.data.copy_(w["a"]), p.data.mul_(2), p.data[1:].copy_(w["d"])),
+    ],
+    ids=["with another tensor", "of a tensor that is needed elsewhere", "and overwritten"],
+)
+def test_only_what_is_computed_from_its_copies_alone_is_replayed(load):
+    class Pair(_Model):
+        def __init__(self):
+            super().__init__(load, 4, 3)
+            self.c = nn.Parameter(torch.zeros(4, 3), requires_grad=False)
+
+        def load_weights(self, weights):
+            loaded = dict(weights)
+            self.c.data.copy_(loaded["b"])
+            self._load(self.w, loaded | {"c": self.c.data})
+
+    manifest = _manifest(Pair(), a=(4, 3), b=(4, 3), d=(3, 3))
+    assert "a" in {opaque.tensor for opaque in manifest.opaque}
 
 
 def test_a_parameter_computed_from_another_makes_the_tensors_of_both_opaque():

@@ -89,6 +89,17 @@ def join(
     return Manifest.of(ranks)
 
 
+def by_stage(model: LogicalModel, stages: Sequence[Iterable[int]]) -> tuple[tuple[LogicalTensor, ...], ...]:
+    """The tensors of each pipeline stage, which has these layers; tied embeddings are on both ends."""
+    held: list[list[LogicalTensor]] = [[] for _ in stages]
+    stage_of = {layer: stage for stage, layers in enumerate(stages) for layer in layers}
+    ends = {"first": (0,), "last": (len(stages) - 1,), "ends": (0, len(stages) - 1)}
+    for tensor in model.main:
+        for stage in (stage_of[tensor.layer],) if tensor.home == "layer" else dict.fromkeys(ends[tensor.home]):
+            held[stage].append(tensor)
+    return tuple(map(tuple, held))
+
+
 def expert_misfits(model: LogicalModel, *, expert: int, uneven: Literal["refused", "taken"]) -> Iterator[Misfit]:
     """Only experts can be spread; Megatron gives every rank as many, vLLM doesn't need that."""
     counts = {tensor.shape[0] for tensor in model.main if tensor.row.experts}

@@ -23,6 +23,7 @@ from refit_transport.layout.placement import even_split
 from refit_transport.layout.presets.building import (
     Pieces,
     Share,
+    by_stage,
     expert_misfits,
     expert_training_misfits,
     join,
@@ -62,7 +63,7 @@ def source_manifest(
     multiple = make_vocab_size_divisible_by * parallelism.tensor
     pieces = Pieces({each.name: padded_to(each.row.trained, multiple) for each in model.main})
     places = [place_of(rank, parallelism, world_size=world_size) for rank in range(world_size)]
-    stages = _by_stage(model, parallelism)
+    stages = by_stage(model, stage_layers(model.layers, parallelism))
     held = {}
     for place in dict.fromkeys(places):
         found: list[Piece] = []
@@ -119,20 +120,6 @@ def misfits(model: LogicalModel, cut: MegatronParallelism, *, world_size: int) -
         *expert_misfits(model, expert=cut.expert, uneven="refused"),
         *width_misfits(model, "source", tensor=cut.tensor, expert_tensor=cut.experts_over),
     )
-
-
-def _by_stage(model: LogicalModel, cut: MegatronParallelism) -> list[list[LogicalTensor]]:
-    """The tensors of each pipeline stage; tied embeddings are on both ends."""
-    stages: list[list[LogicalTensor]] = [[] for _ in range(cut.pipeline)]
-    stage_of = {layer: stage for stage, layers in enumerate(stage_layers(model.layers, cut)) for layer in layers}
-    for tensor in model.main:
-        if tensor.home == "layer":
-            stages[stage_of[tensor.layer]].append(tensor)
-            continue
-        ends = {"first": (0,), "last": (cut.pipeline - 1,), "ends": (0, cut.pipeline - 1)}[tensor.home]
-        for stage in dict.fromkeys(ends):
-            stages[stage].append(tensor)
-    return stages
 
 
 def _share(tensor: LogicalTensor, cut: MegatronParallelism, place: MegatronPlace) -> tuple[Share, Span | None]:

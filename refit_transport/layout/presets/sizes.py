@@ -13,7 +13,7 @@ from refit_transport.layout.presets.vllm import EngineParallelism
 
 _SIZE = re.compile(r"^(?P<key>[a-z]+)[=:]?(?P<value>\d+)$")
 _TRAINING = ("tp", "pp", "vpp", "ep", "etp", "cp", "dp", "first", "last", "fsdp")
-_SERVING = ("tp", "dp", "ep")
+_SERVING = ("tp", "pp", "dp", "ep")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,22 +64,22 @@ def training_sizes(text: str, *, ranks: int | None = None) -> TrainingSizes:
 
 
 def serving_sizes(text: str, *, ranks: int | None = None) -> EngineParallelism:
-    """Parses a vLLM layout: tp, dp, ep. Without dp the layout fills `ranks`, or takes as few as it needs.
+    """Parses a vLLM layout: tp, pp, dp, ep. Without dp the layout fills `ranks`, or takes as few as it needs.
 
     Raises:
         ConfigError: an unknown, doubled or misspelt size, or sizes that aren't `ranks` ranks.
 
-    >>> serving_sizes("tp32 dp8").ranks, serving_sizes("tp8 ep8", ranks=16).data
-    (256, 2)
+    >>> serving_sizes("tp32 dp8").ranks, serving_sizes("tp8 ep8", ranks=16).data, serving_sizes("tp4 pp2 dp3").ranks
+    (256, 2, 24)
     """
     sizes = _parse(text, "target", _SERVING)
-    tensor, expert = sizes.get("tp", 1), sizes.get("ep", 1)
-    smallest = lcm(tensor, expert)
-    total = tensor * sizes["dp"] if "dp" in sizes else (ranks or smallest)
+    tensor, expert, pipeline = sizes.get("tp", 1), sizes.get("ep", 1), sizes.get("pp", 1)
+    smallest = lcm(tensor, expert) * pipeline
+    total = tensor * pipeline * sizes["dp"] if "dp" in sizes else (ranks or smallest)
     if ranks is not None and (total != ranks or ranks % smallest):
         needed = f"exactly {total}" if "dp" in sizes else f"a multiple of {smallest}"
         raise _error("target", text, f"needs {needed} generation ranks (got {ranks})")
-    return EngineParallelism(tensor, total // tensor, expert)
+    return EngineParallelism(tensor, total // (tensor * pipeline), expert, pipeline)
 
 
 def _fully_sharded(text: str, sizes: dict[str, int], ranks: int | None) -> TrainingSizes:

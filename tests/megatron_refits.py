@@ -1,0 +1,71 @@
+"""Refits between two Megatron models, each on its own ranks: what each rank runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from megatron_export import export, largest_padding
+from megatron_ranks import start
+
+from refit_transport.config.settings import RefitSettings
+from refit_transport.fabrics.rendezvous import ControlChannel
+from refit_transport.layout.parallelism import MegatronParallelism
+from refit_transport.session import RefitSession
+from refit_transport.targets.module import DescribedTarget
+
+
+@dataclass
+class Refits:
+    """One rank's export, and its largest element of vocabulary padding, after each refit."""
+
+    exported: list[dict[str, np.ndarray]] = field(default_factory=list)
+    padding: list[float] = field(default_factory=list)
+
+
+def export_after_refits(
+    *,
+    rank: int,
+    world_size: int,
+    port: int,
+    checkpoints: list[Path],
+    parallelism: list[MegatronParallelism],
+    ports: list[int],
+    vocab: int,
+) -> Refits:
+    """The first half of the ranks trains, the other generates; refits with the loaded, other and loaded weights."""
+    half = world_size // 2
+    side = rank // half
+    # Each side pads the vocabulary in its own way.
+    worker = start(
+        rank % half,
+        half,
+        ports[side],
+        checkpoints[side],
+        parallelism[side],
+        make_vocab_size_divisible_by=(8, 64)[side],
+    )
+    try:
+        channel = _channel(rank, world_size, port)
+        settings = RefitSettings(coverage="all", verify="full", timeout_s=60.0) if rank == 0 else None
+        source = worker.source() if side == 0 else None
+        target = DescribedTarget(worker.source()) if side == 1 else None
+        session = RefitSession.prepare(channel, settings=settings, source=source, target=target)
+        found = Refits()
+        for version, seed in enumerate((None, 4, None)):
+            if side == 0:
+                worker.set_weights(seed)
+            session.run(version)
+            found.exported.append(export(worker._chunks, vocab=vocab))
+            found.padding.append(largest_padding(worker._chunks, vocab=vocab))
+        session.close()
+        return found
+    finally:
+        worker.shutdown()
+
+
+def _channel(rank: int, world_size: int, port: int) -> ControlChannel:
+    if rank == 0:
+        return ControlChannel.listen(host="127.0.0.1", port=port, world_size=world_size, timeout_s=60.0)
+    return ControlChannel.join(host="127.0.0.1", port=port, rank=rank, world_size=world_size, timeout_s=60.0)

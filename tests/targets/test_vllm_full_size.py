@@ -1,0 +1,40 @@
+"""The loader of a model of 235 billion parameters, traced as one of eight ranks: see `vllm_full_size.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from preset_checks import regions
+from rank_scripts import run_ranks
+
+from refit_transport.layout.presets.model import LogicalModel
+from refit_transport.layout.presets.vllm import EngineParallelism, target_manifest
+from refit_transport.layout.wire import manifest_from_json
+
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.e2e
+
+SCRIPT = Path(__file__).with_name("vllm_full_size.py")
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("model", "tensor", "rank"),
+    [
+        ("Qwen3-235B-A22B", 8, 3),
+        *(
+            pytest.param(model, tensor, tensor - 1, marks=pytest.mark.nightly)
+            for model, tensor in (("DeepSeek-V3", 8), ("GLM-4.5", 8), ("gpt-oss-120b", 4), ("NemotronH-47B", 4))
+        ),
+    ],
+)
+def test_a_full_size_loader_is_traced_in_seconds_and_without_weights(tmp_path, model, tensor, rank):
+    found = run_ranks(SCRIPT, tmp_path, [model, str(tensor), str(rank)], world_size=1)[0]
+    assert found["weight bytes"] > 20 << 30
+    assert found["grown"] < 512 * MIB
+    assert found["seconds"] < 60
+    traced = manifest_from_json(found["manifest"])
+    logical = LogicalModel.from_config(found["config"])
+    assert traced.opaque == ()
+    assert regions(traced) == regions(target_manifest(logical, EngineParallelism(tensor), first_rank=0).ranks[rank])
