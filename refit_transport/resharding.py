@@ -13,13 +13,13 @@ import torch.distributed as dist
 from refit_transport.config.settings import RefitSettings
 from refit_transport.errors import LayoutError, TransferError
 from refit_transport.fabrics.group_rendezvous import join_group
-from refit_transport.fabrics.rendezvous import ControlChannel
+from refit_transport.fabrics.rendezvous import ControlChannel, telling_others
 from refit_transport.layout.manifest import Manifest
 from refit_transport.memory import check_apart
 from refit_transport.planning.routing import RESHARD
 from refit_transport.report import RefitReport
 from refit_transport.scheduling.topology import Topology
-from refit_transport.session import RefitSession, telling_others
+from refit_transport.session import RefitSession
 from refit_transport.sources.tensors import Holding, Local, TensorSource, TensorTarget
 
 Tensors = Holding | Mapping[str, Holding]

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswer
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Self, TypeVar
@@ -316,6 +316,24 @@ class ControlChannel:
     def _gone(self, phase: str, error: RuntimeError) -> TransferError:
         reason = f"the control channel {self._where} is gone: {str(error).splitlines()[0]}"
         return TransferError(self.rank, 0, phase, "", reason)
+
+
+@contextmanager
+def telling_others(channel: ControlChannel) -> Iterator[None]:
+    """Publishes an error's cause; where another rank's came first, raises that one."""
+    try:
+        yield
+    except Exception as error:
+        try:
+            first = channel.failure()
+            if first is None:
+                channel.report_failure(error)
+        except TransferError:
+            # The channel is gone as well: what was known before is the better cause.
+            raise error from None
+        if first is not None:
+            raise first from error
+        raise
 
 
 def _disagreement(what: str, groups: Sequence[tuple[str, Sequence[int]]]) -> AgreementError:
