@@ -51,12 +51,17 @@ def trace_model(load: Load, layers: Sequence[Layer], tensors: Sequence[TensorSpe
     raw, looked_at = _trace_all(load, entries, dtypes, forms, rank)
     _refuse_rebound(layers, rank)
     composed = _composed_parameters(raw, forms, looked_at)
-    reasons = _opaque_entries(raw, forms, looked_at, composed)
-    opaque: dict[str, str] = {}
-    for name, reason in reasons.items():
-        opaque.setdefault(entries[name].tensor, reason)
-    for tensor, reason in _mixed_dtypes(raw.writes, entries, forms).items():
-        opaque.setdefault(tensor, reason)
+    while True:
+        reasons = _opaque_entries(raw, forms, looked_at, composed)
+        opaque = _mixed_dtypes(raw.writes, entries, forms)
+        opaque |= {entries[name].tensor: reason for name, reason in reversed(reasons.items())}
+        # The loader can't compute anew what it needs a whole tensor for: all that it needs then arrives whole.
+        incomplete = {
+            write.region.parameter for write in raw.writes if entries[write.source].tensor in opaque
+        } & composed
+        if not incomplete:
+            break
+        composed -= incomplete
     _check_complete(raw, layers, rank)
     writes = tuple(write for write in raw.writes if entries[write.source].tensor not in opaque)
     written = {write.region.parameter for write in raw.writes}
@@ -122,14 +127,10 @@ def _composed_parameters(
     for computed in raw.computed:
         if computed.sources or computed.parameters != {computed.region.parameter}:
             found -= {computed.region.parameter, *computed.parameters}
-    regions: defaultdict[str, list[Region]] = defaultdict(list)
-    for region in (*(write.region for write in raw.writes), *raw.zeroed):
-        regions[region.parameter].append(region)
     return frozenset(
         name
         for name in found
         if forms[name].is_contiguous()
-        and not overlaps(tuple(forms[name].shape), regions[name])
         and not any(source in looked_at or writers[source] != {name} for source in reads[name])
     )
 

@@ -77,14 +77,30 @@ def _experts(tokens, activation, expert_map):
     return output, (hidden, w1, w2, weights, ids)
 
 
-def test_plain_experts_sum_the_chosen_ones():
-    output, (hidden, w1, w2, weights, ids) = _experts(3, "silu", None)
+def _silu(projected):
+    gate, up = projected.chunk(2)
+    return torch.nn.functional.silu(gate) * up
+
+
+def _swiglu_oai(projected):
+    layers = import_module("vllm.model_executor.layers.activation")
+    return layers.SwigluOAIAndMul.forward_native(SimpleNamespace(alpha=1.702, limit=7.0), projected)
+
+
+@pytest.mark.parametrize(("name", "activation"), [("silu", _silu), ("swigluoai", _swiglu_oai)])
+def test_plain_experts_sum_the_chosen_ones(name, activation):
+    output, (hidden, w1, w2, weights, ids) = _experts(3, name, None)
     for token in range(3):
         wanted = torch.zeros(8)
         for choice in range(2):
-            gate, up = (w1[ids[token, choice]] @ hidden[token]).chunk(2)
-            wanted += weights[token, choice] * (w2[ids[token, choice]] @ (torch.nn.functional.silu(gate) * up))
+            inner = activation(w1[ids[token, choice]] @ hidden[token])
+            wanted += weights[token, choice] * (w2[ids[token, choice]] @ inner)
         torch.testing.assert_close(output[token], wanted)
+
+
+def test_large_inputs_of_gpt_oss_experts_are_clamped():
+    projected = torch.tensor([9.0, 9.0, -9.0, -9.0, 0.5, -0.5])
+    torch.testing.assert_close(vllm_plain_weights._swiglu_oai(projected), _swiglu_oai(projected))
 
 
 def test_plain_experts_of_two_ranks_add_up_to_all():
@@ -97,9 +113,9 @@ def test_plain_experts_of_two_ranks_add_up_to_all():
 
 
 def test_an_unsupported_activation_is_refused():
-    with pytest.raises(SeamError, match="swigluoai"):
-        _experts(3, "swigluoai", None)
-    assert not vllm_plain_weights._supports_activation(SimpleNamespace(value="swigluoai"))
+    with pytest.raises(SeamError, match="swiglustep"):
+        _experts(3, "swiglustep", None)
+    assert not vllm_plain_weights._supports_activation(SimpleNamespace(value="swiglustep"))
 
 
 def test_the_package_imports_without_vllm():

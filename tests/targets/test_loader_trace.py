@@ -206,6 +206,44 @@ def test_only_what_is_computed_from_its_copies_alone_is_replayed(load):
     assert "a" in {opaque.tensor for opaque in manifest.opaque}
 
 
+def test_a_tensor_that_another_parameter_needs_too_arrives_whole():
+    class Shared(_Model):
+        def __init__(self):
+            super().__init__(_doubled, 4, 3)
+            self.v = nn.Parameter(torch.zeros(4, 3), requires_grad=False)
+
+        def load_weights(self, weights):
+            loaded = dict(weights)
+            super().load_weights(loaded.items())
+            self.v.data.copy_(loaded["a"])
+
+    manifest = _manifest(Shared(), a=(4, 3))
+    assert (manifest.pieces, [opaque.tensor for opaque in manifest.opaque]) == ((), ["a"])
+
+
+def _doubled(parameter, weights):
+    parameter.data.copy_(weights["a"])
+    parameter.data.mul_(2)
+
+
+def test_what_one_computation_needs_arrives_whole_together():
+    class Stacked(_Model):
+        def __init__(self):
+            super().__init__(None, 2, 3)
+            self.v = nn.Parameter(torch.zeros(3), requires_grad=False)
+
+        def load_weights(self, weights):
+            loaded = dict(weights)
+            self.w.data[0].copy_(loaded["m.experts.0.up"])
+            self.w.data[1].copy_(loaded["n"])
+            self.w.data.mul_(2)
+            self.v.data.copy_(loaded["m.experts.1.up"] * 2)
+
+    manifest = _manifest(Stacked(), m__experts__up=(2, 3), n=(3,))
+    assert manifest.pieces == ()
+    assert {opaque.tensor for opaque in manifest.opaque} == {"m.experts.up", "n"}
+
+
 def test_a_parameter_computed_from_another_makes_the_tensors_of_both_opaque():
     class Derived(nn.Module):
         def __init__(self):

@@ -23,10 +23,8 @@ MIB = 1 << 20
     ("model", "tensor", "rank"),
     [
         ("Qwen3-235B-A22B", 8, 3),
-        *(
-            pytest.param(model, tensor, tensor - 1, marks=pytest.mark.nightly)
-            for model, tensor in (("DeepSeek-V3", 8), ("GLM-4.5", 8), ("gpt-oss-120b", 4), ("NemotronH-47B", 4))
-        ),
+        pytest.param("GLM-4.5", 8, 7, marks=pytest.mark.nightly),
+        pytest.param("NemotronH-47B", 4, 3, marks=pytest.mark.nightly),
     ],
 )
 def test_a_full_size_loader_is_traced_in_seconds_and_without_weights(tmp_path, model, tensor, rank):

@@ -127,18 +127,6 @@ def test_more_architectures_are_as_freshly_loaded(tmp_path, kinds, world_size, p
 
 
 @pytest.mark.nightly
-def test_a_model_that_predicts_ahead_gets_its_layers(tmp_path):
-    kind = "deepseek with a drafter/drafter"
-    results = _refits(tmp_path, (kind,), world_size=2)
-    found = results[0][kind]
-    assert len(found["of the drafter"]) > 15
-    assert found["whole"] == {}
-    for rank in results:
-        exact = [rank[kind][f"{version}: differs from a fresh {name}"] for version, name in enumerate("bab")]
-        assert exact == [[], [], []]
-
-
-@pytest.mark.nightly
 def test_most_tensors_whole_through_the_loader_are_as_freshly_loaded(tmp_path):
     results = _refits(tmp_path, (*CUT, *EXPERTS), world_size=2, COVERAGE="ffn")
     _assert_exact(results, (*CUT, *EXPERTS), coverage="ffn")

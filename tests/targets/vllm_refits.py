@@ -6,8 +6,7 @@ For each kind two checkpoints A and B are written by the Hugging Face class, and
 refitted to B, A and B by a real session, whose source is the checkpoint's state dict, cut over both ranks by rows.
 Each time every parameter, buffer and other tensor of the model is compared with the freshly loaded one's, bit by bit.
 The experts of a kind that ends with "/spread" are spread over the ranks; the ranks of one that ends with "/stages" are
-stages of a pipeline; of one that ends with "/drafter" only the model that predicts ahead is refitted. Writes
-`{kind: findings}`.
+stages of a pipeline. Writes `{kind: findings}`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 os.environ |= {
@@ -43,9 +41,6 @@ from vllm.distributed import parallel_state
 from vllm.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import get_model
-from vllm.model_executor.model_loader.utils import process_weights_after_loading
-from vllm.model_executor.models.deepseek_mtp import DeepSeekMTP
-from vllm.utils.torch_utils import set_default_torch_dtype
 
 from refit_transport.config.settings import RefitSettings
 from refit_transport.fabrics.rendezvous import ControlChannel
@@ -60,7 +55,7 @@ from refit_transport.targets.vllm import VllmTarget
 
 State = dict[str, torch.Tensor]
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-Spread = Literal["", "spread", "stages", "drafter"]
+Spread = Literal["", "spread", "stages"]
 MORE: dict[str, dict[str, Any]] = {
     # Qwen2's heads always divide the hidden size, whatever `head_dim` says.
     "qwen2 tied": SMALL["qwen2"] | {"tie_word_embeddings": True, "vocab_size": 151, "head_dim": None},
@@ -185,16 +180,7 @@ class Model:
         with set_current_vllm_config(self.config):
             parallel = self.config.parallel_config
             join_ranks(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
-            self.module = self._drafter(folder) if spread == "drafter" else get_model(vllm_config=self.config)
-
-    def _drafter(self, folder: Path) -> torch.nn.Module:
-        speculative = SimpleNamespace(draft_model_config=self.config.model_config)
-        object.__setattr__(self.config, "speculative_config", speculative)
-        with set_default_torch_dtype(torch.bfloat16):
-            drafter = DeepSeekMTP(vllm_config=self.config)
-            drafter.load_weights(load_file(folder / "model.safetensors").items())
-            process_weights_after_loading(drafter, self.config.model_config, torch.device("cpu"))
-        return drafter
+            self.module = get_model(vllm_config=self.config)
 
     def tensors(self) -> State:
         """Copies of all tensors that any module, its kernel or its attention keeps, by where it keeps them."""
@@ -263,7 +249,6 @@ def run(kind: str, folder: Path, port: int, spread: Spread) -> dict[str, Any]:
         found["moved"] = sorted(route.tensor for route in routes)
         unused, drafter = {*session.plan.summary().unused}, {each.name for each in drafter_of(kind)}
         found["unused besides the drafter"] = sorted(unused ^ drafter)
-        found["of the drafter"] = sorted(drafter - unused)
     found["differ before"] = len(same(wanted["a"], wanted["b"]))
     for version, name in enumerate("bab"):
         held["state"] = states[name]
