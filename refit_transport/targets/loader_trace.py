@@ -228,9 +228,11 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Notes an in-place operation other than `copy_`."""
         origin = self._origin(tensor)
         derived = _Derived.of(filter(None, map(self._origin, inputs)), f"its loader applies {func}")
+        zeroes = func is _ATEN.zero_.default or (func is _ATEN.fill_.Scalar and args[1] == 0)
         if not isinstance(origin, str):
-            self._note(tensor, derived)
-        elif func is _ATEN.zero_.default or (func is _ATEN.fill_.Scalar and args[1] == 0):
+            all_of_it = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+            self._note(tensor, _Zeros() if zeroes and all_of_it else derived)
+        elif zeroes:
             self.zeroed.append(self._region(origin, tensor))
         else:
             self._compute(origin, tensor, derived)

@@ -52,7 +52,7 @@ class VllmTarget:
         self._private: dict[str, PrivateLayer] | None = None
         self._kernel: dict[str, KernelTensors] = {}
         self._opaque: tuple[Opaque, ...] = ()
-        self._composed = ComposedParameters.of_none()
+        self._composed, self._is_filled = ComposedParameters.of_none(), False
 
     def private_layers(self) -> Mapping[str, str]:
         """See `targets.base.Target`; known after `manifest`."""
@@ -72,7 +72,7 @@ class VllmTarget:
         with set_current_vllm_config(self._config), on_meta(self._layers):
             loaded = trace_model(self._model.load_weights, self._layers, tensors, rank)  # type: ignore[arg-type]
         manifest = describe(loaded, tensors, rank)
-        self._composed = ComposedParameters(loaded, self._layers)
+        self._composed, self._is_filled = ComposedParameters(loaded, self._layers), False
         if self._private is None:
             with set_current_vllm_config(self._config):
                 self._private = self._judge(loaded, rank)
@@ -115,6 +115,7 @@ class VllmTarget:
         with set_current_vllm_config(self._config), torch.no_grad():
             if self._composed.received:
                 self._model.load_weights(self._composed.weights())  # type: ignore[operator]
+                self._is_filled = True
             # Attention comes last: it may derive its tensors from another layer's.
             for layer in sorted(self._layers, key=lambda layer: layer.processes_attention):
                 remedy = self._remedy(layer)
@@ -128,13 +129,19 @@ class VllmTarget:
                 kernel.settle(layer.module)
 
     def served(self) -> Mapping[str, torch.Tensor]:
-        """See `targets.base.Target`: without the parameters of private layers."""
+        """See `targets.base.Target`: without the parameters of private layers, and what composed ones are made of."""
         private = {slot.name for layer in self._layers if self._remedy(layer) for slot in layer.slots}
-        return {name: tensor for name, tensor in self.buffers().items() if name not in private}
+        apart = private | self._composed.received.keys()
+        return {name: tensor for name, tensor in self.buffers().items() if name not in apart}
 
     def derived(self) -> Iterator[Derived]:
-        """See `targets.base.Target`."""
-        return iter(())
+        """See `targets.base.Target`: composed parameters, once something has been received to make them of."""
+        if not self._is_filled:
+            return
+        with set_current_vllm_config(self._config):
+            made = self._composed.computed(self._model.load_weights)  # type: ignore[arg-type]
+        for name, recomputed in made.items():
+            yield Derived(name, self._composed.live(name), recomputed)
 
     def _known(self) -> LoadedModel:
         if self._loaded is None:

@@ -42,6 +42,10 @@ class ComposedParameters:
         """Of a model that isn't traced yet."""
         return cls(LoadedModel({}, (), (), {}, frozenset(), {}, frozenset()), ())
 
+    def live(self, name: str) -> torch.Tensor:
+        """A composed parameter as it is served."""
+        return _tensor(*self._live[name]).data
+
     def take(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Keeps this rank's part of the tensors that composed parameters need, and passes the others on."""
         for name, whole in weights:

@@ -75,11 +75,12 @@ def _fused(parameter, weights):
         (lambda p, w: p.data.copy_(w["a"].reshape(())), (), {"a": (1,)}),
         (lambda p, w: p.data[2:].copy_(w["a"]) + p.data[:2].fill_(0), (4, 3), {"a": (2, 3)}),
         (lambda p, w: p.data[2:].copy_(w["a"]) + p.data[:2].copy_(torch.zeros_like(w["a"])), (4, 3), {"a": (2, 3)}),
+        (lambda p, w: p.data[2:].copy_(w["a"]) + p.data[:2].copy_(w["a"].zero_()), (4, 3), {"a": (2, 3)}),
     ],
     ids=[
         "whole", "transposed", "into a transposed view", "transposed copy", "part of a cast copy", "rows", "squeezed",
         "leading dim", "split dims", "flattened", "interleaved", "fused", "scalar", "zeroed padding",
-        "copied zeros",
+        "copied zeros", "zeroed after it is copied",
     ],
 )  # fmt: skip
 def test_pieces_put_elements_where_the_loader_puts_them(load, shape, shapes):
@@ -118,6 +119,7 @@ def _zeroes_afterwards(parameter, weights):
     [
         (lambda p, w: p.data.copy_(w["a"] + 1), {"a": (4, 3)}, "add"),
         (lambda p, w: p.data.copy_(w["a"].mul_(2)), {"a": (4, 3)}, "mul_"),
+        (lambda p, w: w["a"][1:].zero_() + p.data.copy_(w["a"])[1:], {"a": (4, 3)}, "zero_"),
         (lambda p, w: p.data.copy_(w["a"].to(torch.bfloat16)), {"a": (4, 3)}, "bfloat16"),
         (lambda p, w: p.data.copy_(w["a"]), {"a": (1, 3)}, "broadcast"),
         (lambda p, w: p.data.copy_(w["a"][::2]), {"a": (8, 3)}, "box"),
@@ -128,7 +130,7 @@ def _zeroes_afterwards(parameter, weights):
         (_looks, {"a": (4, 3)}, "looks at its values"),
     ],
     ids=[
-        "computed", "in place", "narrower cast", "broadcast", "steps", "concatenated", "temporary",
+        "computed", "in place", "zeroed in part", "narrower cast", "broadcast", "steps", "concatenated", "temporary",
         "overlapping", "zeroed after", "values",
     ],
 )  # fmt: skip
@@ -234,14 +236,14 @@ def test_what_one_computation_needs_arrives_whole_together():
 
         def load_weights(self, weights):
             loaded = dict(weights)
-            self.w.data[0].copy_(loaded["m.experts.0.up"])
+            self.w.data[0].copy_(loaded["m.experts.0.up.weight"])
             self.w.data[1].copy_(loaded["n"])
             self.w.data.mul_(2)
-            self.v.data.copy_(loaded["m.experts.1.up"] * 2)
+            self.v.data.copy_(loaded["m.experts.1.up.weight"] * 2)
 
-    manifest = _manifest(Stacked(), m__experts__up=(2, 3), n=(3,))
+    manifest = _manifest(Stacked(), m__experts__up__weight=(2, 3), n=(3,))
     assert manifest.pieces == ()
-    assert {opaque.tensor for opaque in manifest.opaque} == {"m.experts.up", "n"}
+    assert {opaque.tensor for opaque in manifest.opaque} == {"m.experts.up.weight", "n"}
 
 
 def test_a_parameter_computed_from_another_makes_the_tensors_of_both_opaque():
@@ -261,26 +263,26 @@ def test_a_parameter_computed_from_another_makes_the_tensors_of_both_opaque():
 
 def test_one_opaque_expert_makes_its_whole_stack_opaque():
     def load(parameter, weights):
-        parameter.data[0].copy_(weights["m.experts.0.up"])
-        parameter.data[1].copy_(weights["m.experts.1.up"] * 2)
+        parameter.data[0].copy_(weights["m.experts.0.up.weight"])
+        parameter.data[1].copy_(weights["m.experts.1.up.weight"] * 2)
         parameter.data[2].copy_(weights["n"])
 
-    manifest = _manifest(_Model(load, 3, 2, 5), m__experts__up=(2, 2, 5), n=(2, 5))
-    assert [opaque.tensor for opaque in manifest.opaque] == ["m.experts.up"]
+    manifest = _manifest(_Model(load, 3, 2, 5), m__experts__up__weight=(2, 2, 5), n=(2, 5))
+    assert [opaque.tensor for opaque in manifest.opaque] == ["m.experts.up.weight"]
     assert [piece.tensor for piece in manifest.pieces] == ["n"]
 
 
 def test_experts_are_boxes_of_the_stacked_tensor_and_remote_ones_are_absent():
     def load(parameter, weights):
         for local, expert in enumerate((2, 3)):
-            parameter.data[local, :4].copy_(weights[f"m.experts.{expert}.up"])
-            parameter.data[local, 4:].copy_(weights[f"m.experts.{expert}.gate"])
+            parameter.data[local, :4].copy_(weights[f"m.experts.{expert}.up.weight"])
+            parameter.data[local, 4:].copy_(weights[f"m.experts.{expert}.gate.weight"])
 
-    manifest = _manifest(_Model(load, 2, 8, 5), m__experts__up=(4, 4, 5), m__experts__gate=(4, 4, 5))
+    manifest = _manifest(_Model(load, 2, 8, 5), m__experts__up__weight=(4, 4, 5), m__experts__gate__weight=(4, 4, 5))
     # Copied expert by expert, held at one stride: one piece per projection.
     assert manifest.pieces == (
-        Piece("m.experts.up", Box.of((2, 4), (0, 4), (0, 5)), "w", 0, (40, 5, 1)),
-        Piece("m.experts.gate", Box.of((2, 4), (0, 4), (0, 5)), "w", 20, (40, 5, 1)),
+        Piece("m.experts.up.weight", Box.of((2, 4), (0, 4), (0, 5)), "w", 0, (40, 5, 1)),
+        Piece("m.experts.gate.weight", Box.of((2, 4), (0, 4), (0, 5)), "w", 20, (40, 5, 1)),
     )
 
 

@@ -61,6 +61,7 @@ def _assert_exact(results, kinds, *, coverage="all"):
         assert [found[f"{version}: differs from a fresh {name}"] for version, name in enumerate("bab")] == [[], [], []]
         assert all(differing == [] for name, differing in found.items() if name.startswith("only "))
         assert found["moved tensors"] == []
+        assert found["compared"] == 0
         assert [filled for _, filled in found["tails"].values()] == [0] * len(found["tails"])
         assert found["tails"]
     for found in (results[0][kind] for kind in kinds):
@@ -87,8 +88,29 @@ def loaded(tmp_path_factory):
     return _refits(tmp_path_factory.mktemp("refits"), LOADED, world_size=2)
 
 
-def test_two_ranks_of_every_architecture_are_as_freshly_loaded(loaded):
+def _record(support_record, results, kinds):
+    for kind in kinds:
+        name, _, spread = kind.partition("/")
+        ranks = len(results)
+        support_record(
+            architecture=name,
+            source=f"state dict cut by rows over {ranks}",
+            target={"": f"TP{ranks}", "spread": f"TP{ranks} EP", "stages": f"PP{ranks}"}[spread],
+            shard_to_shard=results[0][kind]["shard to shard"],
+            proof="every tensor of the model bit-identical with a fresh vLLM, A-B-A-B",
+        )
+
+
+def test_two_ranks_of_every_architecture_are_as_freshly_loaded(loaded, support_record):
+    _record(support_record, loaded, LOADED)
     _assert_exact(loaded, LOADED)
+
+
+def test_a_composed_parameter_that_no_longer_follows_is_found(loaded):
+    found = [rank["nemotron dense"]["compared after a change"] for rank in loaded]
+    assert found[0] == found[1]
+    assert any(name.endswith(".A") for name in found[0])
+    assert loaded[0]["mixtral"]["compared after a change"] == []
 
 
 def test_what_is_derived_follows_the_one_tensor_that_changes(loaded):
@@ -119,8 +141,10 @@ def test_padded_vocabulary_rows_stay_zero_on_the_rank_that_has_them(loaded):
     [(MORE, 2, "1"), (ONE_RANK, 1, "1"), (ONE_RANK, 1, "0"), (LOADED, 2, "0")],
     ids=["two ranks", "one rank", "one rank with stock kernels", "two ranks with stock kernels"],
 )
-def test_more_architectures_are_as_freshly_loaded(tmp_path, kinds, world_size, plain):
+def test_more_architectures_are_as_freshly_loaded(tmp_path, kinds, world_size, plain, support_record):
     results = _refits(tmp_path, kinds, world_size=world_size, plain=plain)
+    if plain == "1":
+        _record(support_record, results, kinds)
     _assert_exact(results, kinds)
     for kind in (kind for kind in kinds if kind.removesuffix("/spread") not in WITHOUT_PRESET):
         _assert_preset(results, kind)

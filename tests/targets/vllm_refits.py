@@ -249,6 +249,7 @@ def run(kind: str, folder: Path, port: int, spread: Spread) -> dict[str, Any]:
         found["moved"] = sorted(route.tensor for route in routes)
         unused, drafter = {*session.plan.summary().unused}, {each.name for each in drafter_of(kind)}
         found["unused besides the drafter"] = sorted(unused ^ drafter)
+        found["shard to shard"] = session.plan.summary().shard_to_shard
     found["differ before"] = len(same(wanted["a"], wanted["b"]))
     for version, name in enumerate("bab"):
         held["state"] = states[name]
@@ -263,6 +264,11 @@ def run(kind: str, folder: Path, port: int, spread: Spread) -> dict[str, Any]:
             expected = {n: wanted["b" if re.search(affected, n) else "a"].get(n) for n in wanted["a"]}
             found[f"only {part} changes"] = same(model.tensors(), expected)
             found[f"kept of {part}"] = sorted({n.rsplit(".", 1)[1] for n in wanted["a"] if re.search(affected, n)})
+    found["compared"] = len(session.compare().first)
+    composed = next(target.derived(), None)
+    if composed is not None:
+        composed.served.view(-1)[-1] += 1
+    found["compared after a change"] = [str(found.tensor) for found in session.compare().first]
     found["moved tensors"] = [name for name, tensor in _kept(model.module) if tensor.data_ptr() != addresses[name]]
     found["tails"] = tails(model.module, enlarged(KINDS[kind])["vocab_size"])
     session.close()
