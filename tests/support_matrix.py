@@ -23,6 +23,7 @@ shard to shard; the rest is gathered and broadcast. Rows with *nightly* are run 
 """
 _SECTIONS = {
     "moved": "## Moved\n\nReal ranks of both sides at small size; what they serve was compared as the row says.\n",
+    "held": "## Held by training ranks\n\nReal training ranks of small models; plans to the targets are proved.\n",
     "planned": "## Planned at full size\n\nPlanned and proved from the model's true names and shapes; nothing moved.\n",
 }
 _COLUMNS = ("architecture", "source", "target", "shard-to-shard", "compared", "run by", "result")

@@ -28,7 +28,7 @@ class SupportRecord:
         architecture: str,
         source: str,
         target: str,
-        level: Literal["moved", "planned"] = "moved",
+        level: Literal["moved", "held", "planned"] = "moved",
         shard_to_shard: float | None = None,
         proof: str = "",
     ) -> None:
@@ -73,8 +73,9 @@ def support_record(request: pytest.FixtureRequest) -> Iterator[SupportRecord]:
         )
 
     architecture: the family's name as in README, such as "DeepSeek-V3". source, target: layouts for people, such as
-    "FSDP2 x 4" or "TP4, 2 engines". level: "moved" (default) where real ranks served the weights, "planned" where a
-    model of full size was planned from names and shapes alone. shard_to_shard: the share of the model's bytes, 0 to 1,
+    "FSDP2 x 4" or "TP4, 2 engines". level: "moved" (default) where real ranks served the weights, "held" where
+    real training ranks were compared and plans from them proved, "planned" where a model of full size was planned from
+    names and shapes alone. shard_to_shard: the share of the model's bytes, 0 to 1,
     as `PlanSummary.shard_to_shard`. proof: what the test compared. The result is the test's own: nobody states it.
 
     Without the option `--support-records DIR` nothing is written. A test may record several rows.

@@ -18,6 +18,7 @@ from megatron_ranks import loaded_and_changed
 from preset_checks import contents
 from rank_pool import RankPool
 from safetensors.torch import load_file, save_file
+from support_records import SupportRecord
 
 from refit_transport.config.checkpoint_config import read_config
 from refit_transport.layout.manifest import Manifest
@@ -110,7 +111,16 @@ def _largest(one: list[list[float]], other: list[list[float]]) -> float:
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("case", [case.marked for case in CASES])
-def test_ranks_hold_what_hugging_face_computes_with(case: Case, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_ranks_hold_what_hugging_face_computes_with(
+    case: Case, tmp_path: Path, request: pytest.FixtureRequest, support_record: SupportRecord
+) -> None:
+    support_record(
+        architecture=case.kind,
+        source=case.layout,
+        target="TP1, TP2, TP2 x DP2",
+        level="held",
+        proof="pieces bit-exact, log-probabilities of Hugging Face, plans proved",
+    )
     pool: RankPool = request.getfixturevalue("two_ranks" if case.ranks == 2 else "four_ranks")
     folder = make_checkpoint(tmp_path, kind=case.kind, **case.model)
     logical = LogicalModel.from_config(read_config(folder))
