@@ -49,6 +49,7 @@ class RefitSession:
         self._verified = 0
         self._forms: dict[tuple[str, str], tuple[torch.dtype, torch.Size, tuple[int, ...]]] = {}
         self._attempts = self._comparisons = 0
+        self._are_replicas_equal = False
         self._topics: tuple[str, ...] = ()
         # What this rank published for the present attempt, the last one, and the one before.
         self._last_topics: tuple[str, ...] = ()
@@ -240,13 +241,14 @@ class RefitSession:
 
     def _verify_replicas(self, deadline: Deadline) -> None:
         """Once, before any byte moves: a tensor that several source ranks hold must have one value."""
-        if self._settings.verify == "off" or self._attempts > 1:
+        if self._settings.verify == "off" or self._are_replicas_equal:
             return
         shared = [atoms for atoms in self._plan.verifier.atoms(0, share="full") if len(atoms.holders) > 1]
         found = self._compare(shared, self._endpoint.source_binding(), None, "before", deadline)
         found.comparison(self.version, {}).require_equal()
         self._channel.agree("the sources' replicas/before", None, deadline=deadline)
         self._channel.forget(("checksums/before", "boxes/before"))
+        self._are_replicas_equal = True
 
     def _verify(self, version: int, deadline: Deadline) -> None:
         if self._settings.verify == "off":
