@@ -20,7 +20,10 @@ def render_lab(result: LabResult) -> Group:
     before, after = result.load
     note = f"medians of {result.repetitions} interleaved repetitions after a warm-up; load average {before:.1f} before"
     parts = [part for case in result.cases for part in (*render_case(case), "")]
-    return Group(*parts, f"{note}, {after:.1f} after")
+    counted = [r for case in result.cases for variant in case.variants for r in variant.repetitions]
+    worst = max((repetition.stolen for repetition in counted), default=0.0)
+    stolen = f"most that the machine's host took away in a repetition: {worst:.2f} cores"
+    return Group(*parts, f"{note}, {after:.1f} after; {stolen}")
 
 
 def render_case(case: CaseResult) -> list[RenderableType]:

@@ -47,6 +47,7 @@ class Repetition:
     """One refit: seconds from the first rank's begin to the last one's end; where they went; other work meanwhile.
 
     seconds_by_phase: the busiest rank's. cpu: cores that the ranks kept busy. other_cpu: cores that others did.
+    stolen: cores that the host of a virtual machine took away from it.
     """
 
     seconds: float
@@ -54,14 +55,15 @@ class Repetition:
     overhead: float
     cpu: float
     other_cpu: float
+    stolen: float = 0.0
 
     @classmethod
-    def of(cls, seconds: float, ranks: Sequence[RankReport], *, cpu: float, busy: float) -> Self:
-        """From all ranks' reports, the CPU seconds of the ranks, and those of the whole machine."""
+    def of(cls, seconds: float, ranks: Sequence[RankReport], *, cpu: float, busy: float, stolen: float = 0.0) -> Self:
+        """From all ranks' reports, the CPU seconds of the ranks, and those of the whole machine: busy, and stolen."""
         moving = [{phase: t for phase, t in rank.seconds.items() if phase not in _NOT_MOVING} for rank in ranks]
         busiest = max(moving, key=lambda phases: sum(phases.values()))
         overhead = 1 - sum(busiest.values()) / seconds
-        return cls(seconds, busiest, overhead, cpu / seconds, max(0.0, busy - cpu) / seconds)
+        return cls(seconds, busiest, overhead, cpu / seconds, max(0.0, busy - cpu) / seconds, stolen / seconds)
 
 
 @dataclass(frozen=True, slots=True)

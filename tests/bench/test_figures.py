@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import count
 
 import pytest
 
@@ -10,6 +11,7 @@ from refit_transport.bench.bounds import LowerBound, lower_bound, wired_topology
 from refit_transport.bench.cases import FULL, SMALL_TENSORS, Case, chosen_cases, lab_cases, nodes_of
 from refit_transport.bench.figures import BOUND, ExtraMemory, Limit, Overhead, Ratio, UplinkBytes
 from refit_transport.bench.lab import Wiring
+from refit_transport.bench.measure import _Rounds
 from refit_transport.bench.results import CaseResult, LabResult, Repetition, Uplink, VariantResult, judge
 from refit_transport.bench.variants import OURS, settings_of
 from refit_transport.bench.workload import Side
@@ -182,3 +184,14 @@ def test_in_the_time_model_no_case_leaves_a_nic_idle(name):
     schedule.check(plan)
     least = lower_bound(case, OURS).seconds
     assert simulate(schedule, topology).seconds <= max(1.015 * least, 0.05)
+
+
+def test_a_repetition_from_which_processors_were_taken_is_measured_again_a_few_times(monkeypatch):
+    stolen = iter([0.5, 0.2, 0.0, *[0.9] * 4, 0.1, 0.9, 0.9])
+    monkeypatch.setattr(
+        _Rounds, "_measured", lambda self, version: Repetition(version, {}, 0.0, 1.0, 0.0, next(stolen))
+    )
+    rounds, versions = _Rounds(lab_cases()[0], OURS, None, None), count(10)
+    rounds.repeat(versions)
+    rounds.repeat(versions)
+    assert [(found.seconds, found.stolen) for found in rounds._repetitions] == [(12, 0.0), (17, 0.1)]
