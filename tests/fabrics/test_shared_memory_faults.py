@@ -240,7 +240,7 @@ def test_a_listener_that_is_not_the_peer_ends_the_connect(tmp_path, answer):
             TransferError, match=r"rank 1 with rank 0, phase connect: .*the peer left, or another answers"
         ):
             connect(channel, memory)
-        assert time.monotonic() - began < 2.0
+        assert time.monotonic() - began < 10.0
         channel.publish("over", "")
 
     run_ranks(2, main)

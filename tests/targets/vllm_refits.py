@@ -41,6 +41,7 @@ from vllm.distributed import parallel_state
 from vllm.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import get_model
+from vllm.model_executor.models import utils as models_utils
 
 from refit_transport.config.settings import RefitSettings
 from refit_transport.fabrics.rendezvous import ControlChannel
@@ -177,6 +178,8 @@ class Model:
 
     def __init__(self, folder: Path, spread: Spread) -> None:
         self.config = engine_config(folder, spread)
+        # vLLM remembers which layers other stages have by the model's id, which a later model may have again.
+        models_utils._model_to_pp_missing_layer_names.clear()
         with set_current_vllm_config(self.config):
             parallel = self.config.parallel_config
             join_ranks(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
