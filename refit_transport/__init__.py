@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from refit_transport.scheduling.scheduler import build_schedule
     from refit_transport.scheduling.topology import Nic, Topology
     from refit_transport.session import RefitSession
-    from refit_transport.sources.dtensor import layout_of, source_of, target_of
+    from refit_transport.sources.dtensor import layout_of, source_of
     from refit_transport.sources.tensors import Local
     from refit_transport.targets.module import DescribedTarget
 
@@ -87,7 +87,6 @@ __all__ = [
     "reshard",
     "simulate",
     "source_of",
-    "target_of",
 ]
 
 # Where each name lives, below this package; the same as the imports above, which only type checkers follow.
@@ -119,7 +118,7 @@ _NAMES_BY_MODULE = {
     "scheduling.scheduler": ("build_schedule",),
     "scheduling.topology": ("Nic", "Topology"),
     "session": ("RefitSession",),
-    "sources.dtensor": ("layout_of", "source_of", "target_of"),
+    "sources.dtensor": ("layout_of", "source_of"),
     "sources.tensors": ("Local",),
     "targets.module": ("DescribedTarget",),
 }

@@ -9,7 +9,7 @@ where b1, b2 are odd 22-bit numbers, different for all columns of a block, a1 od
 checksums of boxes that make up another one add up to its own, however they are cut and strided.
 
 What is found: any change of one lane, so any flipped bit, for certain: b1 * a1 + b2 * a2 is odd, and x changes by less
-than 2**16. Any other change (swapped boxes, shifted rows) but for about one in 2**40. The sums of a row are float64
+than 2**16. Any other change (swapped boxes, shifted rows) unless its parts cancel out. The sums of a row are float64
 matrix products and exact: 2**15 * 2**22 * 65536 lanes are at most 2**53.
 """
 

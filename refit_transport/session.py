@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -50,10 +51,8 @@ class RefitSession:
         self._forms: dict[tuple[str, str], tuple[torch.dtype, torch.Size, tuple[int, ...]]] = {}
         self._attempts = self._comparisons = 0
         self._are_replicas_equal = False
-        self._topics: tuple[str, ...] = ()
-        # What this rank published for the present attempt, the last one, and the one before.
-        self._last_topics: tuple[str, ...] = ()
-        self._forgotten: tuple[str, ...] = ()
+        # What this rank published for the present attempt, last, and for the two before.
+        self._topics: deque[tuple[str, ...]] = deque(maxlen=3)
         self._began = 0.0
         self._state = "idle"
         self.version = version
@@ -140,18 +139,14 @@ class RefitSession:
         self._attempts += 1
         deadline, agreement = Deadline(self._settings.timeout_s), f"the weight version/{self._attempts}"
         report, announced = f"report/{version}", f"announced/{self._attempts}"
-        self._forgotten, self._last_topics = self._last_topics, self._topics
-        self._topics = (
-            agreement,
-            announced,
-            report,
-            *(f"{topic}/{self._attempts}" for topic in ("checksums", "boxes", "replicas")),
-        )
+        compared = (f"{topic}/{self._attempts}" for topic in ("checksums", "boxes", "replicas"))
+        self._topics.append((agreement, announced, report, *compared))
         with self._guarded("transfer"):
             self._channel.publish(announced, version)
             # While bytes move there is time for it. Whoever is here has seen every rank's vote on the last version, so
             # nobody reads what belongs to the one before.
-            self._channel.forget(self._forgotten)
+            if len(self._topics) == self._topics.maxlen:
+                self._channel.forget(self._topics[0])
             if version > self.version:
                 self._deliver(version, deadline)
                 with self._timed("agree"):

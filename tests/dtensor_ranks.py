@@ -18,7 +18,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from refit_transport.layout.manifest import TensorSpec
 from refit_transport.layout.wire import manifest_to_json
-from refit_transport.sources.dtensor import source_of, target_of
+from refit_transport.sources.dtensor import source_of
+from refit_transport.targets.module import DescribedTarget
 
 
 @contextmanager
@@ -98,7 +99,7 @@ def refilled_target(rank: int, world_size: int, port: int, full: dict[str, torch
             name: distribute_tensor(t.detach(), mesh, [Shard(t.dim() - 1) if t.dim() else Replicate()])
             for name, t in module.state_dict().items()
         }
-        target = target_of(state)
+        target = DescribedTarget(source_of(state))
         specs = [TensorSpec(name, tuple(t.shape), "float32") for name, t in full.items()]
         manifest = target.manifest(rank, specs)
         buffers = target.buffers()

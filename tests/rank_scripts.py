@@ -14,6 +14,15 @@ from typing import Any
 from rank_pool import free_port
 
 TIMEOUT_S = 420.0
+# What vLLM reads when it is imported: one process, few threads, little memory.
+VLLM = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "TORCHDYNAMO_DISABLE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
 
 
 def run_ranks(
@@ -30,7 +39,7 @@ def run_ranks(
     paths = [str(script.parent.parent), str(script.parent), os.environ.get("PYTHONPATH", "")]
     processes = []
     for rank in range(world_size):
-        variables = os.environ | launched | (environment or {}) | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        variables = os.environ | VLLM | launched | (environment or {}) | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         variables["PYTHONPATH"] = os.pathsep.join(paths)
         command = [sys.executable, str(script), str(folder / f"{rank}.json"), str(folder / f"{rank}"), *arguments]
         with (folder / f"{rank}.log").open("w") as log:

@@ -6,7 +6,7 @@ DTensor is whole on each rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,18 +18,15 @@ from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from refit_transport.checksum import Derived
 from refit_transport.errors import LayoutError
 from refit_transport.layout.box import Box, Span
 from refit_transport.layout.canonical import canonical_name
 from refit_transport.layout.layout import Layout
-from refit_transport.layout.manifest import Piece, RankManifest, Role, TensorSpec
+from refit_transport.layout.manifest import Piece, RankManifest, TensorSpec
 from refit_transport.layout.mesh import Mesh
 from refit_transport.layout.placement import Placement, Replicate, Shard, StridedShard
 from refit_transport.layout.presets.model import LogicalModel
-from refit_transport.memory import overlaps_itself
 from refit_transport.sources.module_names import ModuleNames
-from refit_transport.views import box_view, piece_view
 
 StateDict = Mapping[str, torch.Tensor]
 
@@ -68,11 +65,6 @@ def source_of(state: StateDict | Callable[[], StateDict], *, model: LogicalModel
     return StateDictSource(_getter(state), None if model is None else ModuleNames.of(model))
 
 
-def target_of(state: StateDict | Callable[[], StateDict], *, kept: Collection[str] = ()) -> StateDictTarget:
-    """This process's part of a state dict as a refit target, written in place; no refit fills the names in `kept`."""
-    return StateDictTarget(_getter(state), kept)
-
-
 def _getter(state: StateDict | Callable[[], StateDict]) -> Callable[[], StateDict]:
     return state if callable(state) else lambda: state
 
@@ -100,7 +92,7 @@ class StateDictSource:
             LayoutError: a partial tensor, a local tensor whose shape contradicts its layout, an expert that is missing;
                 with a model, a tensor that it doesn't have or that the module lacks, or sizes that disagree.
         """
-        return _manifest(rank, "source", list(self._held(rank)))
+        return _manifest(rank, list(self._held(rank)))
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
         """The local tensors as they are now, without autograd."""
@@ -114,81 +106,14 @@ class StateDictSource:
         return _held(self._state()) if self._names is None else _held_by_module(self._state(), self._names, rank)
 
 
-class StateDictTarget:
-    """Implements `targets.base.Target`: refits write into the local tensors in place."""
-
-    def __init__(self, state: Callable[[], StateDict], kept: Collection[str]) -> None:
-        self._state = state
-        self._kept = frozenset(kept)
-        self._pieces: dict[str, list[Piece]] = {}
-
-    def manifest(self, rank: int, tensors: Sequence[TensorSpec]) -> RankManifest:
-        """Describes this process's local tensors; source tensors that it lacks are ignored.
-
-        Raises:
-            LayoutError: as a source's, and: a tensor that the source lacks, that isn't kept and that shares no memory
-                with one that the source has; or a local tensor two of whose elements share memory.
-        """
-        known = {spec.name for spec in tensors}
-        entries = [held for held in _held(self._state()) if held.name not in self._kept]
-        filled = [held for held in entries if held.spec.name in known]
-        tied = {_memory(held.local) for held in filled}
-        for held in entries:
-            if held.spec.name not in known and _memory(held.local) not in tied:
-                raise LayoutError(held.name, rank, "a tensor that the source has, or one that is kept", "neither")
-            if overlaps_itself(held.local):
-                shape, strides = list(held.local.shape), list(held.local.stride())
-                raise LayoutError(held.name, rank, "memory of its own for each element", f"{shape} strided {strides}")
-        self._pieces.clear()
-        for held in filled:
-            self._pieces.setdefault(held.spec.name, []).extend(held.pieces)
-        return _manifest(rank, "target", filled)
-
-    def buffers(self) -> Mapping[str, torch.Tensor]:
-        """The local tensors as they are now, without autograd."""
-        return {held.name: held.local for held in _held(self._state())}
-
-    def private_layers(self) -> Mapping[str, str]:
-        """None: the state dict is what is served."""
-        return {}
-
-    def begin(self) -> None:
-        """Nothing to open."""
-
-    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copies this process's part of each whole tensor. After `manifest`."""
-        buffers = self.buffers()
-        for name, whole in weights:
-            found = canonical_name(name)
-            around = Box.full(whole.shape)
-            if found.expert is not None:
-                whole, around = whole[None], Box((Span(found.expert, found.expert + 1), *around.spans))
-            for piece in self._pieces.get(found.tensor, ()):
-                common = piece.box.intersect(around)
-                if common is not None:
-                    view = box_view(piece_view(piece, buffers), piece.box, common)
-                    view.copy_(box_view(whole, around, common))
-
-    def finish(self) -> None:
-        """Nothing to close."""
-
-    def served(self) -> Mapping[str, torch.Tensor]:
-        """All buffers."""
-        return self.buffers()
-
-    def derived(self) -> Iterator[Derived]:
-        """None."""
-        return iter(())
-
-
-def _manifest(rank: int, role: Role, entries: Iterable[_Held]) -> RankManifest:
+def _manifest(rank: int, entries: Iterable[_Held]) -> RankManifest:
     specs: dict[str, TensorSpec] = {}
     pieces: list[Piece] = []
     for held in entries:
         if specs.setdefault(held.spec.name, held.spec) != held.spec:
             raise LayoutError(held.name, rank, str(specs[held.spec.name]), str(held.spec))
         pieces += held.pieces
-    return RankManifest(rank, role, tuple(specs.values()), tuple(pieces))
+    return RankManifest(rank, "source", tuple(specs.values()), tuple(pieces))
 
 
 def _held(state: StateDict) -> Iterator[_Held]:

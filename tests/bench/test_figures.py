@@ -8,7 +8,7 @@ from itertools import count
 import pytest
 
 from refit_transport.bench.bounds import LowerBound, lower_bound, wired_topology
-from refit_transport.bench.cases import FULL, SMALL_TENSORS, Case, chosen_cases, lab_cases, nodes_of
+from refit_transport.bench.cases import FULL, Case, chosen_cases, lab_cases, nodes_of
 from refit_transport.bench.figures import BOUND, ExtraMemory, Limit, Overhead, Ratio, UplinkBytes
 from refit_transport.bench.lab import Wiring
 from refit_transport.bench.measure import _Rounds
@@ -172,12 +172,17 @@ def test_every_figure_names_variants_of_its_case():
             assert used <= names, case.name
 
 
-@pytest.mark.parametrize("name", [case.name for case in lab_cases() if case.wiring.mbit is not None])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(case.name, marks=[pytest.mark.nightly] if case.name == "small-tensors" else [])
+        for case in lab_cases()
+        if case.wiring.mbit is not None
+    ],
+)
 def test_in_the_time_model_no_case_leaves_a_nic_idle(name):
     """What a lab run adds is latency and the machine; order and size of payloads alone cost next to nothing."""
     [case] = chosen_cases([name])
-    if case.model.nbytes == SMALL_TENSORS.nbytes:
-        pytest.skip("its tensors are the case")
     plan = plan_transfer(case.source_manifest(OURS), case.target_manifest(OURS))
     topology = replace(wired_topology(case.wiring), local_rate=3e9)
     schedule = build_schedule(plan, topology, bucket_bytes=settings_of(OURS, case.wiring).bucket_bytes)

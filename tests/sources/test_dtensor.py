@@ -22,7 +22,8 @@ from refit_transport.layout import placement as ours
 from refit_transport.layout.box import Box
 from refit_transport.layout.manifest import Manifest, TensorSpec
 from refit_transport.layout.wire import manifest_from_json
-from refit_transport.sources.dtensor import layout_of, source_of, target_of
+from refit_transport.sources.dtensor import layout_of, source_of
+from refit_transport.targets.module import DescribedTarget
 from refit_transport.testing.oracle import HeldSide, coordinate_tensor
 from refit_transport.testing.strategies import layouts, meshes, shapes
 
@@ -88,7 +89,7 @@ def test_any_dtensor_arrives_in_any_other(data):
         return source, source.manifest(rank)
 
     def as_target(tensor, rank):
-        target = target_of({"w": tensor})
+        target = DescribedTarget(source_of({"w": tensor}))
         return target, target.manifest(rank, [TensorSpec("w", shape, "float32")])
 
     source, held, _ = side(full, here, as_source)
@@ -109,7 +110,7 @@ def test_fsdp2_modules_describe_themselves(four_ranks, kind):
     full = outcomes[0]["full"]
     assert not torch.equal(full["up.weight"], dtensor_ranks.build(seed=1).up.weight)
     module = dtensor_ranks.build(seed=2)
-    target = target_of(module.state_dict)
+    target = DescribedTarget(source_of(module.state_dict))
     source = Manifest.of(manifests)
     described = target.manifest(4, source.tensors)
     wanted = HeldSide({4: Binding.of(described, target.buffers())})
@@ -143,7 +144,7 @@ def test_local_tensors_need_not_be_contiguous():
             memory.fill_(255.0)
             tensor = local_dtensor(local, [Shard(0)], (8, local.shape[1]))
             assert tensor.to_local().stride() == local.stride()
-            target = target_of({"w": tensor})
+            target = DescribedTarget(source_of({"w": tensor}))
             manifest = target.manifest(1, [TensorSpec("w", (8, local.shape[1]), "float32")])
             full = torch.arange(8.0 * local.shape[1]).view(8, -1)
             target.load([("w", full)])
@@ -168,15 +169,15 @@ def test_what_no_source_sends_is_refused_unless_kept_or_tied():
     state = {"embed": weight, "head": weight, "extra": other}
     specs = [TensorSpec("embed", (3, 2), "float32"), TensorSpec("unwanted", (9,), "float32")]
     with pytest.raises(LayoutError, match="tensor extra: rank 0: expected a tensor that the source has, or one that"):
-        target_of(state).manifest(0, specs)
-    manifest = target_of(state, kept=("extra",)).manifest(0, specs)
+        DescribedTarget(source_of(state)).manifest(0, specs)
+    manifest = DescribedTarget(source_of(state), kept=("extra",)).manifest(0, specs)
     assert [spec.name for spec in manifest.tensors] == [piece.tensor for piece in manifest.pieces] == ["embed"]
 
 
 def test_a_target_whose_elements_share_memory_is_refused():
     for shared in (torch.zeros(1, 2).expand(3, 2), torch.zeros(9).as_strided((3, 3), (2, 1))):
         with pytest.raises(LayoutError, match="memory of its own for each element"):
-            target_of({"w": shared}).manifest(0, [TensorSpec("w", tuple(shared.shape), "float32")])
+            DescribedTarget(source_of({"w": shared})).manifest(0, [TensorSpec("w", tuple(shared.shape), "float32")])
         assert source_of({"w": shared}).manifest(0).pieces
 
 
@@ -186,7 +187,7 @@ def test_experts_are_boxes_of_the_stacked_tensor():
     manifest = source.manifest(0)
     assert manifest.tensors == (TensorSpec("m.experts.up.weight", (3, 2, 3), "float32"),)
     assert [piece.box.offset[0] for piece in manifest.pieces] == [1, 0, 2]
-    target = target_of({name: torch.zeros(2, 3) for name in state})
+    target = DescribedTarget(source_of({name: torch.zeros(2, 3) for name in state}))
     wanted = Manifest.of([target.manifest(1, manifest.tensors)])
     sides = (
         HeldSide({0: Binding.of(manifest, source.buffers())}),

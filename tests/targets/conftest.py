@@ -1,3 +1,3 @@
-"""Scripts that tests start in processes of their own set vLLM's environment variables when they are imported."""
+"""Scripts that tests start in processes of their own: they import each other, and vLLM with variables of their own."""
 
 collect_ignore_glob = ["vllm_*.py"]

@@ -23,6 +23,7 @@ MORE = (
 def _assert_parity(folder, kinds, *, plain, world_size=1):
     ports = ",".join(str(free_port()) for _ in kinds)
     environment = {"CHANNEL_PORTS": ports, "REFIT_TRANSPORT_VLLM_PLAIN_WEIGHTS": plain}
+    environment["VLLM_DIST_IDENT"] = "refits"
     for results in run_ranks(SCRIPT, folder, kinds, world_size=world_size, environment=environment):
         assert list(results) == list(kinds)
         for found in results.values():

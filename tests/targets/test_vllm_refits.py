@@ -50,6 +50,7 @@ def _refits(folder, kinds, *, world_size, plain="1", **environment):
     environment |= {
         "CHANNEL_PORTS": ",".join(str(free_port()) for _ in kinds),
         "REFIT_TRANSPORT_VLLM_PLAIN_WEIGHTS": plain,
+        "VLLM_DIST_IDENT": "refits",
     }
     return run_ranks(SCRIPT, folder, kinds, world_size=world_size, environment=environment)
 

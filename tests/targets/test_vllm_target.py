@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from preset_checks import contents
+from rank_scripts import VLLM
 
 from refit_transport.layout.manifest import Manifest, TensorSpec
 from refit_transport.layout.presets.model import LogicalModel
@@ -28,7 +29,8 @@ TIMEOUT = 420
 
 
 def _start(folder, cases, *, plain, rank=0, launched=None):
-    environment = os.environ | {"REFIT_TRANSPORT_VLLM_PLAIN_WEIGHTS": "1" if plain else "0"} | (launched or {})
+    mode = {"REFIT_TRANSPORT_VLLM_PLAIN_WEIGHTS": "1" if plain else "0"}
+    environment = os.environ | VLLM | mode | (launched or {})
     command = [sys.executable, str(SCRIPT), str(folder / f"{rank}.json"), str(folder / f"models-{rank}"), *cases]
     with (folder / f"{rank}.log").open("w") as log:
         return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)

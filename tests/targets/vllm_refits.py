@@ -19,16 +19,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-os.environ |= {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "TORCHDYNAMO_DISABLE": "1",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_DIST_IDENT": "refits",
-}
-
 import torch
 import transformers
 import vllm._custom_ops
