@@ -30,6 +30,7 @@ _INT = struct.Struct("@i")
 # macOS has no such flag.
 _CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 _LOOK_UP_S = 0.5  # a rank that failed before it could call us tells that elsewhere
+_LEFT = "the peer left, or another answers at its socket"
 _STRANGERS = 16  # connections that may queue beside the peers' own
 
 
@@ -130,7 +131,7 @@ class _Meeting:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(deadline.remaining()))
             connection.connect(self._published[peer]["path"])
             connection.setblocking(False)
-            self._introduce(connection, peer)
+        self._introduce(connection, peer)
 
     def _watch(self, connection: socket.socket) -> int:
         connection.setblocking(False)
@@ -140,7 +141,8 @@ class _Meeting:
 
     def _introduce(self, connection: socket.socket, peer: int) -> None:
         hello = _HELLO.pack(_MAGIC, self._rank, self._memory.nbytes, bytes.fromhex(self._published[peer]["secret"]))
-        socket.send_fds(connection, [hello], [self._memory.descriptor])
+        with _refusals(self._rank, peer, _LEFT):
+            socket.send_fds(connection, [hello], [self._memory.descriptor])
 
     def _hear(self, number: int) -> None:
         """Makes a link of a connection whose other end proves to be a peer; drops any other caller."""
@@ -152,8 +154,7 @@ class _Meeting:
             elif called is None:
                 connection.close()
             else:
-                reason = "shared memory: the peer left, or another answers at its socket"
-                raise TransferError(self._rank, called, "connect", "", reason)
+                raise TransferError(self._rank, called, "connect", "", f"shared memory: {_LEFT}")
         del self._open[number]
 
     def _is_due(self, hello: _Hello, called: int | None) -> bool:
@@ -170,8 +171,7 @@ class _Meeting:
                 raise ValueError("no file number is free for it (ulimit -n)")
             mapped = map_segment(hello.descriptors[0], hello.nbytes)
         if called is None:
-            with _refusals(self._rank, hello.rank, "the peer left"):
-                self._introduce(connection, hello.rank)
+            self._introduce(connection, hello.rank)
         self.links[hello.rank] = Link(connection, rank=self._rank, peer=hello.rank, memory=mapped)
 
     def _close_strangers(self) -> None:

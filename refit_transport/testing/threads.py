@@ -16,7 +16,7 @@ def run_ranks(world_size: int, main: Callable[[ControlChannel], T], *, timeout_s
 
     Raises:
         TimeoutError: some rank is still running after `timeout_s`.
-        BaseException: the first error of any rank, by rank.
+        BaseException: the error that came first, of whichever rank.
     """
     host = "127.0.0.1"
     first = ControlChannel.listen(host=host, port=0, world_size=world_size, timeout_s=timeout_s)
@@ -39,8 +39,8 @@ def run_ranks(world_size: int, main: Callable[[ControlChannel], T], *, timeout_s
         thread.start()
     for thread in threads:
         thread.join(timeout_s)
-    for rank in sorted(errors):
-        raise errors[rank]
+    if errors:
+        raise next(iter(errors.values()))
     if len(results) < world_size:
         raise TimeoutError(f"ranks {sorted(set(range(world_size)) - results.keys())} still run after {timeout_s:g} s")
     return [results[rank] for rank in range(world_size)]

@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -221,8 +222,18 @@ def test_a_peer_that_never_comes_is_named_at_the_deadline(tmp_path, monkeypatch)
     assert [path.name for path in tmp_path.iterdir()] == ["silent"]
 
 
+@pytest.mark.parametrize("before_our_hello", [False, True])
 @pytest.mark.parametrize("answer", [b"", hello(0, bytes(32)), b"junk"])
-def test_a_listener_that_is_not_the_peer_ends_the_connect(tmp_path, answer):
+def test_a_listener_that_is_not_the_peer_ends_the_connect(tmp_path, monkeypatch, answer, before_our_hello):
+    closed, send_fds = threading.Event(), socket.send_fds
+
+    def send_late(*arguments):
+        assert closed.wait(20.0)
+        return send_fds(*arguments)
+
+    if before_our_hello:
+        monkeypatch.setattr(socket, "send_fds", send_late)
+
     def main(channel):
         memory = SlotMemory(64, rank=channel.rank)
         if channel.rank == 0:
@@ -233,6 +244,7 @@ def test_a_listener_that_is_not_the_peer_ends_the_connect(tmp_path, answer):
                 caller, _ = listener.accept()
                 caller.send(answer)
                 caller.close()
+                closed.set()
                 channel.collect("over", [1], deadline=Deadline(20.0))
             return
         began = time.monotonic()
