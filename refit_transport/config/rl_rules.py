@@ -212,7 +212,14 @@ RL_RULES = (
     RlRule(on_policy_has_one_update, reads=(*_SIZES, "ppo.ppo_epochs", "loss_fn.force_on_policy_ratio")),
     RlRule(importance_is_complete, reads=("loss_fn",)),
     RlRule(sequence_ratios_are_consistent, reads=("loss_fn",)),
-    RlRule(kl_has_a_place, reads=("loss_fn",)),
+    RlRule(
+        kl_has_a_place,
+        reads=(
+            "loss_fn",
+            "grpo.skip_reference_policy_logprobs_calculation",
+            "ppo.skip_reference_policy_logprobs_calculation",
+        ),
+    ),
     RlRule(asynchrony_is_complete, reads=_ASYNC),
     RlRule(
         lengths_nest,
