@@ -201,8 +201,13 @@ class RlRule:
     reads: tuple[str, ...]
 
 
-_SIZES = ("grpo.num_prompts_per_step", "grpo.num_generations_per_prompt", "ppo.num_prompts_per_step")
-_SIZES += ("ppo.num_generations_per_prompt", "policy.train_global_batch_size")
+_SIZES = (
+    "grpo.num_prompts_per_step",
+    "grpo.num_generations_per_prompt",
+    "ppo.num_prompts_per_step",
+    "ppo.num_generations_per_prompt",
+    "policy.train_global_batch_size",
+)
 _ASYNC = ("grpo.async_grpo", "ppo.async_ppo", "loss_fn.use_importance_sampling_correction")
 
 RL_RULES = (
