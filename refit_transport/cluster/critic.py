@@ -40,7 +40,7 @@ class CriticUpdate:
 class CriticWorker(RLTrainingWorker):
     """One rank of a critic, built from a policy's checkpoint: its vocabulary head makes way for a value head.
 
-    The head `[1, hidden]` is fp32 in any precision and begins at zero, so the first values are 0. Only the last pipeline
+    The head `[1, hidden]` is fp32 in any precision and begins at zero: so do the values. Only the last pipeline
     stage has it.
     """
 

@@ -139,7 +139,7 @@ def reduce_gradients(chunks: Sequence[GPTModel], *, experts: frozenset[str]) -> 
         for name, parameter in chunk.named_parameters():
             if parameter.grad is None:
                 # An expert that no token chose; its replicas may have been chosen.
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
             expert = f"{index}.{name}" in experts
             for group in _gradient_groups(parameter, name, expert=expert):
                 if group.size() > 1:

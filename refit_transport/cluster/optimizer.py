@@ -33,7 +33,10 @@ class OptimizerSettings:
 
 
 class Optimizer:
-    """AdamW on fp32 weights: the parameters themselves, or master copies of narrower ones."""
+    """AdamW on fp32 weights: the parameters themselves, or master copies of narrower ones, whose gradients become fp32.
+
+    So small gradients of many micro-batches and ranks add up.
+    """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], settings: OptimizerSettings) -> None:
         self._parameters = dict(parameters)
@@ -41,6 +44,8 @@ class Optimizer:
             name: parameter if parameter.dtype == torch.float32 else parameter.detach().float()
             for name, parameter in self._parameters.items()
         }
+        for parameter, _ in self._narrow():
+            parameter.grad_dtype = torch.float32
         self._adamw = torch.optim.AdamW(
             list(self._masters.values()),
             lr=settings.learning_rate,
@@ -63,8 +68,7 @@ class Optimizer:
     def step(self) -> None:
         """One update from the parameters' gradients."""
         for parameter, master in self._narrow():
-            if parameter.grad is not None:
-                master.grad = parameter.grad.float()
+            master.grad = parameter.grad
         self._adamw.step()
         for _, master in self._narrow():
             master.grad = None

@@ -83,7 +83,8 @@ def test_half_a_checkpoint_is_never_taken_for_one(tmp_path: Path, two_ranks: Ran
     checkpoint = make_checkpoint(tmp_path / "model", vocab_size=101)
     larger = make_checkpoint(tmp_path / "larger", vocab_size=102)
     for said in two_ranks.run(refusals, checkpoint=checkpoint, larger=larger, folder=tmp_path / "saved"):
-        assert "rank 1" in said["rank 1 can't write"] and "disk is full" in said["rank 1 can't write"]
+        assert "rank 1" in said["rank 1 can't write"]
+        assert "disk is full" in said["rank 1 can't write"]
         assert "is no whole checkpoint" in said["restore after the crash"]
         assert "exists already" in said["save over it"]
         assert "checkpoint of a policy; a critic can't" in said["as a critic"]
