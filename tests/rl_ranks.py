@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import rl_oracle
+import rl_whole_model
 import torch
 
 from refit_transport.layout.parallelism import MegatronParallelism
@@ -15,18 +15,18 @@ from refit_transport.rl.settings import ImportanceSettings, KlSettings, PolicyLo
 from refit_transport.rl.trajectories import TrainBatch
 
 POLICY_LOSS = PolicyLossSettings(
-    ratio_clip_min=rl_oracle.LOW,
-    ratio_clip_max=rl_oracle.HIGH,
-    importance=ImportanceSettings("tis", maximum=rl_oracle.TRUNCATE),
-    kl=KlSettings(penalty=rl_oracle.PENALTY, kl_type="k3", input_clamp=None, output_clamp=None),
+    ratio_clip_min=rl_whole_model.LOW,
+    ratio_clip_max=rl_whole_model.HIGH,
+    importance=ImportanceSettings("tis", maximum=rl_whole_model.TRUNCATE),
+    kl=KlSettings(penalty=rl_whole_model.PENALTY, kl_type="k3", input_clamp=None, output_clamp=None),
 )
-VALUE_LOSS = ValueLossSettings(scale=rl_oracle.VALUE_SCALE, cliprange=rl_oracle.VALUE_CLIP)
+VALUE_LOSS = ValueLossSettings(scale=rl_whole_model.VALUE_SCALE, cliprange=rl_whole_model.VALUE_CLIP)
 OPTIMIZER = {
-    "learning_rate": rl_oracle.LEARNING_RATE,
-    "weight_decay": rl_oracle.WEIGHT_DECAY,
-    "adam_betas": rl_oracle.BETAS,
-    "adam_eps": rl_oracle.EPS,
-    "max_grad_norm": rl_oracle.CLIP,
+    "learning_rate": rl_whole_model.LEARNING_RATE,
+    "weight_decay": rl_whole_model.WEIGHT_DECAY,
+    "adam_betas": rl_whole_model.BETAS,
+    "adam_eps": rl_whole_model.EPS,
+    "max_grad_norm": rl_whole_model.CLIP,
 }
 
 
