@@ -56,13 +56,14 @@ def start(
     from refit_transport.cluster.critic import CriticWorker
     from refit_transport.cluster.rl_training import RLPolicyWorker
 
+    own = {} if role == "critic" else {"temperature": rl_whole_model.TEMPERATURE}
     return (CriticWorker if role == "critic" else RLPolicyWorker)(
         rank=rank,
         world_size=world_size,
         init_method=f"tcp://127.0.0.1:{port}",
         checkpoint=str(checkpoint),
         parallelism=parallelism,
-        **{"timeout_s": 60.0, **OPTIMIZER, **options},
+        **{"timeout_s": 60.0, **OPTIMIZER, **own, **options},
     )
 
 

@@ -18,6 +18,7 @@ EPS = 1e-3
 WEIGHT_DECAY = 0.1
 BETAS = (0.8, 0.9)
 CLIP = 0.05
+TEMPERATURE = 0.8
 LOW, HIGH, TRUNCATE, PENALTY = 0.1, 0.15, 1.2, 0.05
 VALUE_CLIP, VALUE_SCALE = 0.3, 0.5
 
@@ -47,7 +48,7 @@ def make_batch(folder: Path, *, vocab: int, seed: int = 3) -> TrainBatch:
     for row, (prompt, response) in enumerate(lengths):
         tokens[row, : prompt + response] = torch.randint(0, vocab, (prompt + response,), generator=generator)
         mask[row, prompt - 1 : prompt + response - 1] = 1.0
-        near[row, : prompt + response - 1] = _logprobs(model, tokens[row, : prompt + response])[0].detach()
+        near[row, : prompt + response - 1] = logprobs_and_entropies(model, tokens[row, : prompt + response])[0].detach()
 
     def noise(scale: float) -> torch.Tensor:
         return scale * torch.randn(near.shape, generator=generator)
@@ -79,14 +80,14 @@ def learn_policy(folder: Path, batch: TrainBatch, *, steps: int) -> Learned:
             if not batch.sample_mask[row]:
                 continue
             first, last = _span(batch, row)
-            logprobs, entropy = _logprobs(model, batch.tokens[row, : last + 2])
+            logprobs, entropy = logprobs_and_entropies(model, batch.tokens[row, : last + 2])
             loss = torch.zeros(())
             for place in range(first, last + 1):
                 term, decided = _policy_term(logprobs[place], batch, row, place)
                 loss = loss + term / count
                 totals += (0, float(entropy[place]) / count, decided / count)
             loss.backward()
-            totals[0] += float(loss)
+            totals[0] += loss.item()
         found.losses.append(totals[0])
         found.entropies.append(totals[1])
         found.clipped.append(totals[2])
@@ -121,7 +122,7 @@ def learn_values(folder: Path, batch: TrainBatch, *, steps: int) -> Learned:
                 worst = max((values[place] - want) ** 2, (near - want) ** 2, key=float)
                 loss = loss + VALUE_SCALE / 2 * worst / count
             loss.backward()
-            total += float(loss)
+            total += loss.item()
         found.scores.append(scores)
         found.losses.append(total)
         found.norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, CLIP)))
@@ -142,9 +143,9 @@ def _span(batch: TrainBatch, row: int) -> tuple[int, int]:
     return int(places[0]), int(places[-1])
 
 
-def _logprobs(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def logprobs_and_entropies(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of each token but the first, and the entropy of the distribution that it is drawn from."""
-    table = model(ids[None]).logits[0, :-1].float().log_softmax(-1)
+    table = (model(ids[None]).logits[0, :-1].float() / TEMPERATURE).log_softmax(-1)
     return table.gather(1, ids[1:, None])[:, 0], -(table.exp() * table).sum(-1)
 
 
@@ -154,10 +155,10 @@ def _policy_term(logprob: torch.Tensor, batch: TrainBatch, row: int, place: int)
     advantage, reference = float(batch.advantages[row, place]), float(batch.reference_logprobs[row, place])
     ratio = torch.exp(logprob - prev)
     if advantage >= 0:
-        decided = float(ratio) > 1 + HIGH
+        decided = ratio.item() > 1 + HIGH
         gain = torch.tensor(advantage * (1 + HIGH)) if decided else advantage * ratio
     else:
-        decided = float(ratio) < 1 - LOW
+        decided = ratio.item() < 1 - LOW
         gain = torch.tensor(advantage * (1 - LOW)) if decided else advantage * ratio
     weight = min(np.exp(prev - sampler), TRUNCATE)
     difference = reference - logprob

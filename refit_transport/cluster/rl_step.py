@@ -60,20 +60,32 @@ def add_up(sums: torch.Tensor) -> torch.Tensor:
     return sums
 
 
-def read_logprobs(*, vocab: int) -> Read:
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """The distribution that tokens are drawn from: over the true vocabulary, logits divided by `temperature`."""
+
+    vocab: int
+    temperature: float
+
+    def logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """fp32 logits of that distribution, for a rank's rows of the padded vocabulary."""
+        return true_logits(logits if self.temperature == 1 else logits.float() / self.temperature, vocab=self.vocab)
+
+
+def read_logprobs(sampling: Sampling) -> Read:
     """Reads the log-probability `[size, length]` of each token."""
 
     def read(logits: torch.Tensor, batch: RowBatch) -> torch.Tensor:
-        return token_logprobs(true_logits(logits, vocab=vocab), batch.tokens[:, 1:])
+        return token_logprobs(sampling.logits(logits), batch.tokens[:, 1:])
 
     return read
 
 
-def read_policy_loss(settings: PolicyLossSettings, counts: LossCounts, sums: torch.Tensor, *, vocab: int) -> Read:
+def read_policy_loss(settings: PolicyLossSettings, counts: LossCounts, sums: torch.Tensor, sampling: Sampling) -> Read:
     """Reads the policy loss; adds to `sums` those of `policy_loss`, and then the share in the mean entropy."""
 
     def read(logits: torch.Tensor, batch: RowBatch) -> torch.Tensor:
-        logits = true_logits(logits, vocab=vocab)
+        logits = sampling.logits(logits)
         entropy = vocabulary_entropy(logits.detach())
         found = policy_loss(token_logprobs(logits, batch.tokens[:, 1:]), batch.rows, settings, counts)
         sums[:-1] += found.sums

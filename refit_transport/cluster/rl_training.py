@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,7 +17,7 @@ from refit_transport.rl.trajectories import TrainBatch
 
 if TYPE_CHECKING:
     from refit_transport.cluster.megatron_step import Read
-    from refit_transport.cluster.rl_step import RowBatch
+    from refit_transport.cluster.rl_step import RowBatch, Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +70,23 @@ class RLTrainingWorker(TrainingWorker):
 
 
 class RLPolicyWorker(RLTrainingWorker):
-    """A policy that learns from samples, and may keep a frozen copy of its weights as the reference."""
+    """A policy that learns from samples, and may keep a frozen copy of its weights as the reference.
 
-    _reference: list[torch.Tensor] | None = None
+    Its log-probabilities are those at the samplers' `temperature`.
+    """
+
+    def __init__(self, *, temperature: float = 1.0, **arguments: Any) -> None:
+        if not temperature > 0:
+            raise ValueError(f"the temperature must be positive (got {temperature})")
+        super().__init__(**arguments)
+        self._temperature = temperature
+        self._reference: list[torch.Tensor] | None = None
 
     def logprobs_of(self, batch: TrainBatch) -> torch.Tensor | None:
         """fp32 log-probability of each predicted token, `[batch, length]` on rank 0, None elsewhere."""
         from refit_transport.cluster.rl_step import read_logprobs
 
-        return self._score(batch, read_logprobs(vocab=self._model.vocab))
+        return self._score(batch, read_logprobs(self._sampling()))
 
     def rl_step(self, batch: TrainBatch, settings: PolicyLossSettings) -> PolicyUpdate:
         """One update on all rows of the batch; every rank returns the same.
@@ -93,10 +101,15 @@ class RLPolicyWorker(RLTrainingWorker):
 
         counts = loss_counts(batch)
         sums = torch.zeros(len(fields(PolicyMetrics)) + 1, dtype=torch.float64, device=self._device)
-        norm = self._update(batch, rl_step.read_policy_loss(settings, counts, sums, vocab=self._model.vocab))
+        norm = self._update(batch, rl_step.read_policy_loss(settings, counts, sums, self._sampling()))
         sums = rl_step.add_up(sums)
         metrics = PolicyMetrics.from_sums(sums[:-1])
         return PolicyUpdate(metrics, float(sums[-1]), norm, counts.tokens, counts.samples)
+
+    def _sampling(self) -> Sampling:
+        from refit_transport.cluster.rl_step import Sampling
+
+        return Sampling(self._model.vocab, self._temperature)
 
     def freeze_reference(self) -> None:
         """Keeps a copy of the present weights as the reference policy, in place of an earlier one.

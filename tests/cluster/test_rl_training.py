@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 import rl_whole_model
 import torch
-from megatron_models import load_model, make_checkpoint, model_logprobs
+from megatron_models import load_model, make_checkpoint
 from rank_pool import RankPool
-from rl_ranks import Box, learn
+from rl_checks import assemble
+from rl_ranks import learn
 
-from refit_transport.layout.canonical import checkpoint_entries
-from refit_transport.layout.manifest import TensorSpec
 from refit_transport.layout.parallelism import MegatronParallelism
 from refit_transport.rl.trajectories import TrainBatch
 
@@ -88,24 +87,6 @@ def _params() -> list[Any]:
     return [pytest.param(case, id=case.name, marks=marks[case.nightly]) for case in CASES]
 
 
-def assemble(ranks: list[list[Box]], prefix: str = "") -> dict[str, np.ndarray]:
-    """Whole tensors of all ranks' boxes, under checkpoint names; copies must be equal to the bit."""
-    whole: dict[str, np.ndarray] = {}
-    for box in (box for boxes in ranks for box in boxes if box.tensor.startswith(prefix)):
-        name = box.tensor.removeprefix(prefix)
-        full = whole.setdefault(name, np.full(box.shape, np.nan, np.float32))
-        place = full[tuple(slice(o, o + n) for o, n in zip(box.offset, box.values.shape, strict=True))]
-        known = ~np.isnan(place)
-        assert np.array_equal(place[known], box.values[known]), f"copies of {name} differ"
-        place[...] = box.values
-    found = {}
-    for name, full in whole.items():
-        assert not np.isnan(full).any(), f"{name} is not covered"
-        for entry in checkpoint_entries(TensorSpec(name, full.shape, "float32")):
-            found[entry.name] = full if entry.expert is None else full[entry.expert]
-    return found
-
-
 def _close(got: dict[str, np.ndarray], want: dict[str, np.ndarray], *, atol: float) -> None:
     assert sorted(got) == sorted(want)
     worst = {name: float(abs(got[name] - want[name]).max()) for name in want}
@@ -148,13 +129,12 @@ def test_policy_updates_are_those_of_the_whole_model(case: Case, setups: Any, re
     _close(assemble([outcome.gradients for outcome in outcomes]), want.gradients, atol=1e-6)
     _close(assemble([outcome.state for outcome in outcomes], "weight/"), want.weights, atol=2e-6)
 
-    batch, mask = setup.batch, setup.batch.response_mask.bool()
-    before = model_logprobs(
-        load_model(setup.folder), [row[: _used(batch, i)].tolist() for i, row in enumerate(batch.tokens)]
-    )
-    first = outcomes[0].scores[0]
-    for row, numbers in enumerate(before):
-        assert np.allclose(first[row, : len(numbers)], numbers, atol=1e-5)
+    batch, mask, first = setup.batch, setup.batch.response_mask.bool(), outcomes[0].scores[0]
+    model = load_model(setup.folder)
+    for row in range(batch.size):
+        used = _used(batch, row)
+        known = rl_whole_model.logprobs_and_entropies(model, batch.tokens[row, :used])[0].detach()
+        assert np.allclose(first[row, : used - 1], known, atol=1e-5)
     reference, trained = outcomes[0].reference
     assert torch.equal(reference, first)
     assert (trained - reference)[mask].abs().max() > 1e-2

@@ -10,8 +10,8 @@ import pytest
 import rl_whole_model
 from megatron_models import make_checkpoint
 from rank_pool import RankPool
+from rl_checks import assemble
 from rl_ranks import Box, refusals, resume, save_halfway
-from test_rl_training import assemble
 
 from refit_transport.layout.parallelism import MegatronParallelism
 
