@@ -11,7 +11,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,10 +36,11 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from refit_transport.errors import WorkerError
+from refit_transport.errors import LayoutError, WorkerError
 
 _HEADER = "training.json"
 _FORMAT = 1
+_RANDOM = "random/"
 
 Result = TypeVar("Result")
 
@@ -72,7 +73,7 @@ def save(folder: Path, blocks: Sequence[Block], header: Header) -> None:
     aside = on_first_rank(lambda: begin_folder(folder), phase="save")
     random = [Block(key, tuple(state.shape), (0,), state) for key, state in _random_states().items()]
     try:
-        dcp.save({}, storage_writer=dcp.FileSystemWriter(aside), planner=_SavePlanner([*blocks, *random]))
+        dcp.save({}, storage_writer=dcp.FileSystemWriter(aside), planner=_SavePlanner(aside, [*blocks, *random]))
     except dcp.CheckpointException as error:
         raise _failed("save", f"{aside} can't be written: {_causes(error)}") from error
     on_first_rank(lambda: _finish(aside, folder, header), phase="save")
@@ -89,16 +90,10 @@ def restore(folder: Path, blocks: Sequence[Block], *, role: str) -> Header:
     header = read_header(folder)
     if header.role != role:
         raise _failed("restore", f"{folder} is a checkpoint of a {header.role}; a {role} can't go on from it")
-    reader = dcp.FileSystemReader(folder)
-    try:
-        held = reader.read_metadata().state_dict_metadata
-    except OSError as error:
-        raise _failed("restore", f"{folder} has no readable .metadata: {error}") from error
-    _check(folder, blocks, held)
     states = _random_states() if header.world_size == dist.get_world_size() else {}
-    random = [Block(key, tuple(state.shape), (0,), state) for key, state in states.items() if key in held]
+    random = [Block(key, tuple(state.shape), (0,), state) for key, state in states.items()]
     try:
-        dcp.load({}, storage_reader=reader, planner=_LoadPlanner([*blocks, *random]))
+        dcp.load({}, storage_reader=dcp.FileSystemReader(folder), planner=_LoadPlanner([*blocks, *random]))
     except dcp.CheckpointException as error:
         raise _failed("restore", f"{folder} can't be read: {_causes(error)}") from error
     for block in random:
@@ -180,37 +175,30 @@ def _flush(folder: Path) -> None:
 def _random_states() -> dict[str, torch.Tensor]:
     """Copies of this rank's generators' states, by key."""
     rank = dist.get_rank()
-    states = {f"random/cpu/{rank}": torch.get_rng_state()}
+    states = {f"{_RANDOM}cpu/{rank}": torch.get_rng_state()}
     if torch.cuda.is_available():
-        states[f"random/cuda/{rank}"] = torch.cuda.get_rng_state()
+        states[f"{_RANDOM}cuda/{rank}"] = torch.cuda.get_rng_state()
     return states
 
 
 def _set_random_state(block: Block) -> None:
-    if block.key.startswith("random/cuda/"):
+    if block.key.startswith(f"{_RANDOM}cuda/"):
         torch.cuda.set_rng_state(block.elements)
     else:
         torch.set_rng_state(block.elements)
 
 
-def _check(folder: Path, blocks: Iterable[Block], held: Mapping[str, Any]) -> None:
-    for block in blocks:
-        found = held.get(block.key)
-        size = tuple(found.size) if isinstance(found, TensorStorageMetadata) else None
-        if size != block.shape:
-            got = "nothing of that name" if size is None else f"shape {list(size)}"
-            reason = f"{folder} is of another model: {block.key} has shape {list(block.shape)} here, {got} there"
-            raise _failed("restore", reason)
-
-
 class _SavePlanner(DefaultSavePlanner):
     """Plans blocks; torch's own planner drops copies, and refuses boxes that overlap or don't fill their tensor."""
 
-    def __init__(self, blocks: Iterable[Block]) -> None:
+    def __init__(self, folder: Path, blocks: Iterable[Block]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._folder = folder
         self._blocks = {_index(block): block for block in blocks}
 
     def create_local_plan(self) -> SavePlan:
+        if not self._folder.is_dir():
+            raise FileNotFoundError("rank 0 made the folder, but this rank doesn't see it: all ranks must share it")
         self.plan = SavePlan([_write_item(index, block) for index, block in self._blocks.items()])
         return self.plan
 
@@ -229,12 +217,19 @@ class _LoadPlanner(DefaultLoadPlanner):
         assert self.metadata is not None
         items: list[ReadItem] = []
         for block in self._blocks.values():
-            held = self.metadata.state_dict_metadata[block.key]
-            assert isinstance(held, TensorStorageMetadata)
+            held = self.metadata.state_dict_metadata.get(block.key)
+            if held is None and block.key.startswith(_RANDOM):
+                continue
+            expected = f"shape {list(block.shape)}"
+            if not isinstance(held, TensorStorageMetadata):
+                raise LayoutError(block.key, -1, expected, "nothing of that name: it is of another model")
+            if tuple(held.size) != block.shape:
+                raise LayoutError(block.key, -1, expected, f"shape {list(held.size)}: it is of another model")
             parts = create_read_items_for_chunk_list(block.key, held, [_chunk(block)])
             found = sum(math.prod(part.lengths) for part in parts)
             if found != block.elements.numel():
-                raise ValueError(f"{block.key}: {found} of {block.elements.numel()} elements at {block.offset}")
+                wanted = f"{block.elements.numel()} elements at {list(block.offset)}"
+                raise LayoutError(block.key, -1, wanted, f"{found} of them")
             items += parts
         return LoadPlan(items)
 
@@ -261,4 +256,4 @@ def _failed(phase: str, reason: str) -> WorkerError:
 
 
 def _causes(error: dcp.CheckpointException) -> str:
-    return "; ".join(f"rank {rank}: {failure[0]!r}" for rank, failure in sorted(error.failures.items()))
+    return "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in sorted(error.failures.items()))

@@ -88,7 +88,7 @@ def test_half_a_checkpoint_is_never_taken_for_one(tmp_path: Path, two_ranks: Ran
         assert "is no whole checkpoint" in said["restore after the crash"]
         assert "exists already" in said["save over it"]
         assert "checkpoint of a policy; a critic can't" in said["as a critic"]
-        assert "shape [102, 64] here, shape [101, 64] there" in said["into another model"]
+        assert "expected shape [102, 64], got shape [101, 64]: it is of another model" in said["into another model"]
         assert said["after a second attempt"] == "1 update"
         assert "can't be read" in said["with a damaged file"]
     assert not list(tmp_path.glob("*.partial"))
