@@ -183,7 +183,9 @@ def resume(
         worker.shutdown()
 
 
-def refusals(*, rank: int, world_size: int, port: int, checkpoint: Path, larger: Path, folder: Path) -> dict[str, str]:
+def refusals(
+    *, rank: int, world_size: int, port: int, ports: list[int], checkpoint: Path, larger: Path, folder: Path
+) -> dict[str, str]:
     """What a rank says in each situation in which there is nothing to go on from, or nowhere to save."""
     import torch.distributed as dist
     from torch.distributed.checkpoint import FileSystemWriter
@@ -219,13 +221,15 @@ def refusals(*, rank: int, world_size: int, port: int, checkpoint: Path, larger:
     finally:
         FileSystemWriter.write_data = write  # type: ignore[method-assign]
         worker.shutdown()
-    for situation, role, model in (("as a critic", "critic", checkpoint), ("into another model", "policy", larger)):
-        worker = start(role, rank, world_size, port, model, cut, make_vocab_size_divisible_by=2)
+    others = (("as a critic", "critic", checkpoint), ("into another model", "policy", larger))
+    # A port of its own for each group: a rank that is late must not meet the one before.
+    for (situation, role, model), other_port in zip(others, ports, strict=False):
+        worker = start(role, rank, world_size, other_port, model, cut, make_vocab_size_divisible_by=2)
         try:
             attempt(situation, lambda: worker.restore(str(folder)))  # noqa: B023
         finally:
             worker.shutdown()
-    worker = start("policy", rank, world_size, port, checkpoint, cut, make_vocab_size_divisible_by=2)
+    worker = start("policy", rank, world_size, ports[-1], checkpoint, cut, make_vocab_size_divisible_by=2)
     try:
         if rank == 0:
             data = max(folder.glob("*.distcp"))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import rl_whole_model
 from megatron_models import make_checkpoint
-from rank_pool import RankPool
+from rank_pool import RankPool, free_port
 from rl_checks import assemble
 from rl_ranks import Box, refusals, resume, save_halfway
 
@@ -82,7 +82,9 @@ def test_a_resumed_run_is_the_uninterrupted_one(
 def test_half_a_checkpoint_is_never_taken_for_one(tmp_path: Path, two_ranks: RankPool) -> None:
     checkpoint = make_checkpoint(tmp_path / "model", vocab_size=101)
     larger = make_checkpoint(tmp_path / "larger", vocab_size=102)
-    for said in two_ranks.run(refusals, checkpoint=checkpoint, larger=larger, folder=tmp_path / "saved"):
+    ports = [free_port() for _ in range(3)]
+    folder = tmp_path / "saved"
+    for said in two_ranks.run(refusals, ports=ports, checkpoint=checkpoint, larger=larger, folder=folder):
         assert "rank 1" in said["rank 1 can't write"]
         assert "disk is full" in said["rank 1 can't write"]
         assert "is no whole checkpoint" in said["restore after the crash"]
