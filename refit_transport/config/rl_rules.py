@@ -201,8 +201,13 @@ class RlRule:
     reads: tuple[str, ...]
 
 
-_SIZES = ("grpo.num_prompts_per_step", "grpo.num_generations_per_prompt", "ppo.num_prompts_per_step")
-_SIZES += ("ppo.num_generations_per_prompt", "policy.train_global_batch_size")
+_SIZES = (
+    "grpo.num_prompts_per_step",
+    "grpo.num_generations_per_prompt",
+    "ppo.num_prompts_per_step",
+    "ppo.num_generations_per_prompt",
+    "policy.train_global_batch_size",
+)
 _ASYNC = ("grpo.async_grpo", "ppo.async_ppo", "loss_fn.use_importance_sampling_correction")
 
 RL_RULES = (
@@ -212,7 +217,14 @@ RL_RULES = (
     RlRule(on_policy_has_one_update, reads=(*_SIZES, "ppo.ppo_epochs", "loss_fn.force_on_policy_ratio")),
     RlRule(importance_is_complete, reads=("loss_fn",)),
     RlRule(sequence_ratios_are_consistent, reads=("loss_fn",)),
-    RlRule(kl_has_a_place, reads=("loss_fn",)),
+    RlRule(
+        kl_has_a_place,
+        reads=(
+            "loss_fn",
+            "grpo.skip_reference_policy_logprobs_calculation",
+            "ppo.skip_reference_policy_logprobs_calculation",
+        ),
+    ),
     RlRule(asynchrony_is_complete, reads=_ASYNC),
     RlRule(
         lengths_nest,

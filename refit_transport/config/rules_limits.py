@@ -80,7 +80,7 @@ def engine_is_synchronous(job: Job) -> Iterator[Violation]:
     """Only asynchronous recipes drive vLLM's asynchronous engine."""
     asynchronous = value_at(job.document, "grpo.async_grpo.enabled")
     if job.config.policy.generation.vllm_cfg.async_engine and not asynchronous:
-        reason = "must be false: only asynchronous GRPO drives vLLM's asynchronous engine"
+        reason = "must be false: vLLM's asynchronous engine is not available yet outside of asynchronous GRPO"
         yield Violation(f"{VLLM}.async_engine", "true", reason, "set it to false, or grpo.async_grpo.enabled to true")
 
 

@@ -222,7 +222,7 @@ class TestValues:
         (
             {"policy.generation.vllm_cfg.async_engine": True},
             "policy.generation.vllm_cfg.async_engine",
-            "only asynchronous GRPO",
+            "outside of asynchronous GRPO",
             "async_grpo",
         ),
         ({**AS_PPO, "ppo.async_ppo.enabled": True}, "ppo.async_ppo.enabled", "must be false", "GRPO"),

@@ -113,22 +113,35 @@ def model_of(checkpoint: str) -> str:
     return next(name for name in model_names() if catalog_entry(name).get("checkpoint") == checkpoint)
 
 
+# The largest takes longest; its layout differs from its sibling's in sizes only.
+PLANNED = [pytest.param(name, marks=[pytest.mark.nightly] * (name == "grpo-deepseek-v3-64n8g-h100")) for name in REAL]
+
+
 @pytest.mark.parametrize("name", REAL)
-def test_real_recipes_are_valid_planned_and_simulated(name: str, real: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_real_recipes_are_valid(name: str, real: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     if "nemotron" in name:
-        # Planning knows the architecture; that training doesn't yet must be the only thing that is wrong.
         with pytest.raises(ConfigError) as caught:
             real(name)
         (only,) = caught.value.violations
         assert (only.path, "training is not available yet" in only.reason) == ("policy.model_name", True)
-        monkeypatch.setattr(rules_limits, "TRAINED", (*rules_limits.TRAINED, "NemotronHForCausalLM"))
+        let_nemotron_train(monkeypatch)
     config = real(name)
-    case = case_of(config, system=SYSTEMS[name.rpartition("-")[2]])
     if (row := REAL[name]) is not None:
         assert_layout_is(config, next(each.ask for each in published_rows() if each.id == row))
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_real_recipes_are_planned_and_simulated(name: str, real: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    let_nemotron_train(monkeypatch)
+    case = case_of(real(name), system=SYSTEMS[name.rpartition("-")[2]])
     least = lower_bound(case)
     prediction = predict("full", case, least=least)
     assert least <= prediction.seconds <= 1.6 * least
+
+
+def let_nemotron_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planning knows the architecture; that training doesn't yet is the only thing wrong with its recipes."""
+    monkeypatch.setattr(rules_limits, "TRAINED", (*rules_limits.TRAINED, "NemotronHForCausalLM"))
 
 
 def case_of(config: RlConfig, *, system: str) -> Case:
