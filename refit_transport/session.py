@@ -51,6 +51,8 @@ class RefitSession:
         self._forms: dict[tuple[str, str], tuple[torch.dtype, torch.Size, tuple[int, ...]]] = {}
         self._attempts = self._comparisons = 0
         self._are_replicas_equal = False
+        # Of all ranks about the last refit, on rank 0.
+        self._reports: list[dict[str, Any]] = []
         # What this rank published for the present attempt, last, and for the two before.
         self._topics: deque[tuple[str, ...]] = deque(maxlen=3)
         self._began = 0.0
@@ -138,26 +140,30 @@ class RefitSession:
         self._require("open", "transfer")
         self._attempts += 1
         deadline, agreement = Deadline(self._settings.timeout_s), f"the weight version/{self._attempts}"
-        report, announced = f"report/{version}", f"announced/{self._attempts}"
+        announced = f"announced/{self._attempts}"
         compared = (f"{topic}/{self._attempts}" for topic in ("checksums", "boxes", "replicas"))
-        self._topics.append((agreement, announced, report, *compared))
+        self._topics.append((agreement, announced, *compared))
         with self._guarded("transfer"):
-            self._channel.publish(announced, version)
-            # While bytes move there is time for it. Whoever is here has seen every rank's vote on the last version, so
-            # nobody reads what belongs to the one before.
-            if len(self._topics) == self._topics.maxlen:
-                self._channel.forget(self._topics[0])
+            self._channel.announce(announced, version)
             if version > self.version:
                 self._deliver(version, deadline)
+                # Most ranks wait for the last one now, so there is time for it.
+                self._forget_oldest_topics()
                 with self._timed("agree"):
-                    reports = {report: asdict(self._rank_report())}
-                    self._channel.agree(agreement, str(version), deadline=deadline, reports=reports)
+                    report = asdict(self._rank_report())
+                    self._reports = self._channel.agree(agreement, str(version), deadline=deadline, report=report)
             else:
+                self._forget_oldest_topics()
                 self._channel.require_equal(announced, "the weight version", deadline=deadline)
         if version <= self.version:
             self._state = "idle"
             raise VersionError(version, self.version)
         self._state, self.version = "delivered", version
+
+    def _forget_oldest_topics(self) -> None:
+        """Whoever is at an attempt has seen all ranks at the end of the last one, so nobody reads of the one before."""
+        if len(self._topics) == self._topics.maxlen:
+            self._channel.forget(self._topics[0])
 
     def _deliver(self, version: int, deadline: Deadline) -> None:
         target = self._endpoint.target
@@ -177,16 +183,11 @@ class RefitSession:
     def finish(self) -> RefitReport | None:
         """Closes the refit, which every rank has delivered. Rank 0 returns the report."""
         self._require("delivered", "finish")
-        with self._guarded("finish"):
-            others: list[Any] = []
-            if self._summary is not None:
-                ranks, deadline = range(1, self._channel.world_size), Deadline(self._settings.timeout_s)
-                others = self._channel.collect(f"report/{self.version}", ranks, deadline=deadline)
-            self._state = "idle"
+        self._state = "idle"
         if self._summary is None:
             return None
         total = time.perf_counter() - self._began
-        parts = (self._rank_report(), *(RankReport(**part) for part in others))
+        parts = (self._rank_report(), *(RankReport(**part) for part in self._reports[1:]))
         return RefitReport(self.version, total, self._summary, parts)
 
     def run(self, version: int) -> RefitReport | None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -36,14 +34,25 @@ class Spent:
         for name in self.__slots__:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
-    @contextmanager
-    def timing(self, phase: Phase) -> Iterator[None]:
-        """Adds the block's wall time to a phase."""
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            setattr(self, phase, getattr(self, phase) + time.perf_counter() - began)
+    def timing(self, phase: Phase) -> _Timing:
+        """A context that adds its wall time to a phase."""
+        return _Timing(self, phase)
+
+
+class _Timing:
+    """No generator: a transfer enters several of these for every payload, between which nothing may take time."""
+
+    __slots__ = ("_began", "_phase", "_spent")
+
+    def __init__(self, spent: Spent, phase: Phase) -> None:
+        self._began = time.perf_counter()
+        self._spent, self._phase = spent, phase
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        setattr(self._spent, self._phase, getattr(self._spent, self._phase) + time.perf_counter() - self._began)
 
 
 class Fabric(Protocol):

@@ -41,11 +41,15 @@ class _Waits:
 class _Vote:
     """One rank's part of an agreement, cast by one call in a thread: each hand-over between threads costs time."""
 
-    topic: str
+    what: str
     rank: int
     world_size: int
     value: str | None
-    reports: Mapping[str, Any]
+    report: Any
+
+    @property
+    def topic(self) -> str:
+        return f"agree/{self.what}"
 
     @property
     def verdict(self) -> str:
@@ -63,29 +67,35 @@ class _Vote:
 
     def own_keys(self) -> Iterator[str]:
         """The keys that this rank removes when nobody needs them any more."""
-        yield from (f"{topic}/{self.rank}" for topic in (self.topic, *self.reports))
+        yield f"{self.topic}/{self.rank}"
         yield self.told(self.rank)
         if self.rank == 0:
             yield self.count
 
-    def cast(self, store: Store, longest: timedelta) -> list[tuple[str, list[int]]]:
-        """Leaves this rank's value and waits to be told; the last one to come compares.
+    def cast(self, store: Store, longest: timedelta) -> list[Any]:
+        """Leaves this rank's value and report, and waits to be told; the last one to come compares.
 
-        Returns nothing when all agree, and else the values and their ranks, if this rank was the one to compare.
+        Returns all ranks' reports, on rank 0.
+
+        Raises:
+            AgreementError: the values differ; only where this rank was the one to compare.
         """
-        for topic, value in (*self.reports.items(), (self.topic, self.value)):
-            store.set(f"{topic}/{self.rank}", encode(value))  # type: ignore[arg-type]  # the stub knows text only
-        if store.add(self.count, 1) < self.world_size:
+        store.set(f"{self.topic}/{self.rank}", encode([self.value, self.report]))  # type: ignore[arg-type]  # text only
+        if store.add(self.count, 1) == self.world_size:
+            self._compare(store)
+        else:
             store.wait([self.told(self.rank)], longest)
-            return []
+        return decode(store.get(self.told(0))) if self.rank == 0 else []
+
+    def _compare(self, store: Store) -> None:
         everyone = range(self.world_size)
-        found = store.multi_get([f"{self.topic}/{rank}" for rank in everyone])
-        groups = _groups([decode(value) for value in found])
+        found = [decode(value) for value in store.multi_get([f"{self.topic}/{rank}" for rank in everyone])]
+        groups = _groups([value for value, _ in found])
         if len(groups) > 1:
             store.set(self.verdict, encode(groups))  # type: ignore[arg-type]
-            return groups
-        store.multi_set([self.told(rank) for rank in everyone], ["yes"] * self.world_size)  # type: ignore[attr-defined]
-        return []
+            raise _disagreement(self.what, groups)
+        answers = [encode([report for _, report in found]), *["yes"] * (self.world_size - 1)]
+        store.multi_set([self.told(rank) for rank in everyone], answers)  # type: ignore[attr-defined]
 
 
 class ControlChannel:
@@ -159,6 +169,12 @@ class ControlChannel:
         """Makes this rank's JSON value for a topic visible to all."""
         self._set(f"{topic}/{self.rank}", value)
 
+    def announce(self, topic: str, value: Any) -> None:
+        """`publish`, beside what this rank does next; where the store is gone, the next call says so."""
+        key = f"{topic}/{self.rank}"
+        self._own.add(key)
+        self._calls.post(self._store.set, key, encode(value))
+
     def collect(self, topic: str, ranks: Iterable[int], *, deadline: Deadline) -> list[Any]:
         """The values of these ranks for a topic, in the given order.
 
@@ -189,30 +205,26 @@ class ControlChannel:
             raise TransferError(self.rank, -1, _PART, "", "a part that a rank's manifest names was never shared")
         return dict(zip(keys, self._ask(_PART, self._store.multi_get, names), strict=True))
 
-    def agree(
-        self, what: str, value: str | None, *, deadline: Deadline, reports: Mapping[str, Any] | None = None
-    ) -> None:
+    def agree(self, what: str, value: str | None, *, deadline: Deadline, report: Any = None) -> list[Any]:
         """Returns when every rank has called this with an equal value, or with None: it goes along with the others.
 
         The last one to come compares and tells the others. It is part of every refit, so nobody asks for an answer: the
-        store tells. `reports` are values by topic that are published with this rank's value: whoever returns finds
-        everybody's.
+        store tells. `report` is a JSON value that goes along; rank 0 gets everybody's, by rank, and the others nothing.
 
         Raises:
             AgreementError: naming the values and the ranks that hold them.
             DeadlineError: a rank didn't come in time; names it.
             TransferError: another rank reported a failure meanwhile.
         """
-        topic = f"agree/{what}"
-        vote = _Vote(topic, self.rank, self.world_size, value, reports or {})
+        vote = _Vote(what, self.rank, self.world_size, value, report)
         self._own.update(vote.own_keys())
         # Rank 0 gives up first, so that all give the same cause.
         patience = deadline if self.rank == 0 else Deadline(deadline.remaining() + _LEAST_PATIENCE_S)
 
         def look() -> None:
-            if self._ask(topic, self._store.check, [vote.verdict], deadline=deadline):
-                raise _disagreement(what, decode(self._ask(topic, self._store.get, vote.verdict)))
-            self._give_up(topic, range(self.world_size), patience)
+            if self._ask(vote.topic, self._store.check, [vote.verdict], deadline=deadline):
+                raise _disagreement(what, decode(self._ask(vote.topic, self._store.get, vote.verdict)))
+            self._give_up(vote.topic, range(self.world_size), patience)
 
         # The store's own timeout must come after ours: it prints warnings.
         longest = timedelta(seconds=patience.remaining() + _STORE_LATER_S)
@@ -223,12 +235,11 @@ class ControlChannel:
                 look()
         except RefitTransportError:
             # Ends the wait, which would else outlive the refit.
-            self._calls.post(self._store.set, vote.told(self.rank), "")
+            self._calls.post(self._store.set, vote.told(self.rank), encode([]))
             raise
         except RuntimeError as error:
-            raise self._gone(topic, error) from error
-        if groups := answer.result():
-            raise _disagreement(what, groups)
+            raise self._gone(vote.topic, error) from error
+        return answer.result()
 
     def require_equal(self, topic: str, what: str, *, deadline: Deadline) -> None:
         """Returns when every rank has published the same value for a topic.
