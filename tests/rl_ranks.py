@@ -7,26 +7,26 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import rl_whole_model
 import torch
+import training_oracle
 
 from refit_transport.layout.parallelism import MegatronParallelism
 from refit_transport.rl.settings import ImportanceSettings, KlSettings, PolicyLossSettings, ValueLossSettings
 from refit_transport.rl.trajectories import TrainBatch
 
 POLICY_LOSS = PolicyLossSettings(
-    ratio_clip_min=rl_whole_model.LOW,
-    ratio_clip_max=rl_whole_model.HIGH,
-    importance=ImportanceSettings("tis", maximum=rl_whole_model.TRUNCATE),
-    kl=KlSettings(penalty=rl_whole_model.PENALTY, kl_type="k3", input_clamp=None, output_clamp=None),
+    ratio_clip_min=training_oracle.LOW,
+    ratio_clip_max=training_oracle.HIGH,
+    importance=ImportanceSettings("tis", maximum=training_oracle.TRUNCATE),
+    kl=KlSettings(penalty=training_oracle.PENALTY, kl_type="k3", input_clamp=None, output_clamp=None),
 )
-VALUE_LOSS = ValueLossSettings(scale=rl_whole_model.VALUE_SCALE, cliprange=rl_whole_model.VALUE_CLIP)
+VALUE_LOSS = ValueLossSettings(scale=training_oracle.VALUE_SCALE, cliprange=training_oracle.VALUE_CLIP)
 OPTIMIZER = {
-    "learning_rate": rl_whole_model.LEARNING_RATE,
-    "weight_decay": rl_whole_model.WEIGHT_DECAY,
-    "adam_betas": rl_whole_model.BETAS,
-    "adam_eps": rl_whole_model.EPS,
-    "max_grad_norm": rl_whole_model.CLIP,
+    "learning_rate": training_oracle.LEARNING_RATE,
+    "weight_decay": training_oracle.WEIGHT_DECAY,
+    "adam_betas": training_oracle.BETAS,
+    "adam_eps": training_oracle.EPS,
+    "max_grad_norm": training_oracle.CLIP,
 }
 
 
@@ -56,7 +56,7 @@ def start(
     from refit_transport.cluster.critic import CriticWorker
     from refit_transport.cluster.rl_training import RLPolicyWorker
 
-    own = {} if role == "critic" else {"temperature": rl_whole_model.TEMPERATURE}
+    own = {} if role == "critic" else {"temperature": training_oracle.TEMPERATURE}
     return (CriticWorker if role == "critic" else RLPolicyWorker)(
         rank=rank,
         world_size=world_size,
