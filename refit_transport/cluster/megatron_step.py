@@ -27,6 +27,7 @@ class MicroBatch:
 
 
 Score = Callable[[torch.Tensor, MicroBatch], torch.Tensor]
+Read = Callable[[torch.Tensor, Any], torch.Tensor]
 
 
 def micro_batches(
@@ -56,24 +57,35 @@ def micro_batches(
 def run_schedule(
     chunks: Sequence[GPTModel], batches: Sequence[MicroBatch], score: Score, *, vocab: int, device: torch.device
 ) -> list[torch.Tensor]:
+    """`run_model` with a `score` of the token log-probabilities `[batch, length]` of a micro-batch."""
+
+    def read(logits: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        return score(token_logprobs(true_logits(logits, vocab=vocab), batch.tokens[:, 1:].to(device)), batch)
+
+    return run_model(chunks, batches, read, device=device)
+
+
+def run_model(
+    chunks: Sequence[GPTModel], batches: Sequence[MicroBatch], read: Read, *, device: torch.device
+) -> list[torch.Tensor]:
     """Runs Megatron's pipeline schedule, forward and (where gradients are on) backward.
 
-    `score` turns the token log-probabilities `[batch, length]` of a micro-batch into the loss, a scalar whose sum over
-    micro-batches is minimised, or into anything else under `torch.no_grad()`. Returns the scores in micro-batch order
-    on the last pipeline stage, nothing elsewhere. Collective over all ranks.
+    `read` turns the last stage's output for a micro-batch, usually this rank's logits, into the loss, a scalar whose
+    sum over micro-batches is minimised, or into anything else under `torch.no_grad()`. Returns what it found in
+    micro-batch order on the last pipeline stage, nothing elsewhere. Collective over all ranks.
     """
     count = len(batches)
 
     def forward(data: Iterator[MicroBatch], chunk: GPTModel) -> tuple[torch.Tensor, Callable[..., Any]]:
         batch = next(data)
-        inputs, labels = batch.tokens[:, :-1].to(device), batch.tokens[:, 1:].to(device)
+        inputs = batch.tokens[:, :-1].to(device)
         length = inputs.shape[1]
         positions = torch.arange(length, device=device).expand_as(inputs)
         future = torch.ones(length, length, dtype=torch.bool, device=device).triu(1)[None, None]
         output = chunk(inputs, positions, future)
 
-        def finish(logits: torch.Tensor, non_loss_data: bool = False) -> Any:  # noqa: FBT001 - Megatron's call
-            result = score(_token_logprobs(logits, labels, vocab=vocab), batch)
+        def finish(result: torch.Tensor, non_loss_data: bool = False) -> Any:  # noqa: FBT001 - Megatron's call
+            result = read(result, batch)
             # Megatron divides a loss by the number of micro-batches; ours is a sum over them.
             return result if non_loss_data else (result * count, result.detach())
 
@@ -92,17 +104,21 @@ def run_schedule(
     return scores
 
 
-def _token_logprobs(logits: torch.Tensor, labels: torch.Tensor, *, vocab: int) -> torch.Tensor:
-    """fp32 log-probability of each label over the true vocabulary.
+def true_logits(logits: torch.Tensor, *, vocab: int) -> torch.Tensor:
+    """This rank's logits in fp32, those of the vocabulary's padding too low for any probability.
 
-    `logits` `[batch, length, rows]` are this rank's rows of the padded vocabulary; the padded rows get no probability.
+    `logits` `[batch, length, rows]` are this rank's rows of the padded vocabulary.
     """
     rows = logits.shape[-1]
     first = parallel_state.get_tensor_model_parallel_rank() * rows
     padded = torch.arange(first, first + rows, device=logits.device) >= vocab
     # Not -inf: a rank may hold only padded rows, and inf - inf is no number.
-    masked = logits.float().masked_fill(padded, torch.finfo(torch.float32).min)
-    return -vocab_parallel_cross_entropy(masked, labels)  # type: ignore[no-any-return]
+    return logits.float().masked_fill(padded, torch.finfo(torch.float32).min)
+
+
+def token_logprobs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """fp32 log-probability `[batch, length]` of each label; overwrites `logits`, which are those of `true_logits`."""
+    return -vocab_parallel_cross_entropy(logits, labels)  # type: ignore[no-any-return]
 
 
 def from_last_stage(value: torch.Tensor) -> torch.Tensor:
@@ -123,7 +139,7 @@ def reduce_gradients(chunks: Sequence[GPTModel], *, experts: frozenset[str]) -> 
         for name, parameter in chunk.named_parameters():
             if parameter.grad is None:
                 # An expert that no token chose; its replicas may have been chosen.
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
             expert = f"{index}.{name}" in experts
             for group in _gradient_groups(parameter, name, expert=expert):
                 if group.size() > 1:

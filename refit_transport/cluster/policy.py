@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from refit_transport.cluster.generation import RefitAddress
-from refit_transport.cluster.training import TrainingWorker
+from refit_transport.cluster.rl_training import RLPolicyWorker
 from refit_transport.config.settings import RefitSettings
 from refit_transport.errors import TransferError
 from refit_transport.fabrics.rendezvous import ControlChannel
@@ -14,8 +14,8 @@ from refit_transport.session import RefitSession
 from refit_transport.verification import Comparison
 
 
-class PolicyWorker(TrainingWorker):
-    """A training worker whose weights can be sent; refit ranks of the policy are its training ranks."""
+class PolicyWorker(RLPolicyWorker):
+    """A policy whose weights can be sent; refit ranks of the policy are its training ranks."""
 
     def __init__(self, *, node: str = "", **arguments: Any) -> None:
         super().__init__(**arguments)

@@ -5,20 +5,27 @@ Megatron is imported when a worker starts, not with this module, so that a drive
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
 
+from refit_transport.cluster import training_checkpoint
+from refit_transport.cluster.gradients import GradientNorm
+from refit_transport.cluster.optimizer import Optimizer, OptimizerSettings
+from refit_transport.cluster.training_checkpoint import Block, Header
 from refit_transport.config.checkpoint_config import read_config
 from refit_transport.errors import AgreementError, WorkerError
+from refit_transport.layout.manifest import Piece
 from refit_transport.layout.parallelism import MegatronParallelism, padded_vocab, require_fit
 from refit_transport.layout.presets.facts import Facts
 from refit_transport.layout.presets.megatron import training_misfits
 from refit_transport.layout.presets.model import LogicalModel
+from refit_transport.views import piece_view
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -34,7 +41,10 @@ class TrainingWorker:
 
     Every method but `source` is collective: all ranks call it with the same arguments. `timeout_s` (seconds) bounds
     each collective. `make_vocab_size_divisible_by` pads the vocabulary to a multiple of itself times the tensor size.
+    Gradients whose global norm exceeds `max_grad_norm` are scaled down to it.
     """
+
+    role: ClassVar[str] = "policy"
 
     def __init__(
         self,
@@ -47,6 +57,9 @@ class TrainingWorker:
         precision: Precision = "float32",
         learning_rate: float = 1e-4,
         weight_decay: float = 0.0,
+        adam_betas: tuple[float, float] = (0.9, 0.999),
+        adam_eps: float = 1e-8,
+        max_grad_norm: float | None = None,
         micro_batch_size: int = 1,
         make_vocab_size_divisible_by: int = 1,
         timeout_s: float = 300.0,
@@ -57,7 +70,9 @@ class TrainingWorker:
             ConfigError: the checkpoint can't be read or isn't supported, or the parallelism doesn't fit the model.
             LayoutError: model, config and checkpoint disagree.
             WorkerError: the ranks didn't find each other within the timeout.
+            ValueError: an optimizer setting is out of its range.
         """
+        self._settings = OptimizerSettings(learning_rate, weight_decay, adam_betas, adam_eps, max_grad_norm)
         self._folder = Path(checkpoint)
         self._facts = Facts(read_config(self._folder), str(self._folder / "config.json"))
         self._model = LogicalModel.from_config(self._facts.config, source=self._facts.source)
@@ -68,10 +83,11 @@ class TrainingWorker:
         self._device = _join(rank=rank, world_size=world_size, init_method=init_method, timeout_s=timeout_s)
         try:
             self._build(precision, make_vocab_size_divisible_by, timeout_s)
+            self._optimizer = Optimizer(self._parameters, self._settings)
+            self._gradient_norm = GradientNorm(self._parameters, self._pieces)
         except BaseException:
             self.shutdown()
             raise
-        self._optimizer = _Optimizer(self._chunks, learning_rate=learning_rate, weight_decay=weight_decay)
 
     def _build(self, precision: Precision, divisible_by: int, timeout_s: float) -> None:
         from refit_transport.cluster import megatron_cpu, megatron_model
@@ -88,8 +104,17 @@ class TrainingWorker:
         self._source = MegatronSource(self._chunks, self._model)
         megatron_model.load_checkpoint(self._chunks, self._source, self._folder, rank=self.rank)
         experts = {tensor.name for tensor in self._model.main if tensor.row.experts}
-        pieces = self._source.manifest(self.rank).pieces
-        self._experts = frozenset(piece.buffer for piece in pieces if piece.tensor in experts)
+        manifest = self._source.manifest(self.rank)
+        self._shapes = {spec.name: spec.shape for spec in manifest.tensors}
+        # Where each box lies as the optimizer sees it; what a refit sends may be a copy.
+        self._pieces = tuple(replace(each, buffer=self._source.stored_in(each.buffer)) for each in manifest.pieces)
+        self._experts = frozenset(piece.buffer for piece in self._pieces if piece.tensor in experts)
+        self._parameters = {
+            f"{index}.{name}": parameter
+            for index, chunk in enumerate(self._chunks)
+            for name, parameter in chunk.named_parameters()
+            if parameter.requires_grad
+        }
 
     def _model_chunks(self, *, dtype: torch.dtype, vocab: int) -> Sequence[GPTModel]:
         from refit_transport.cluster import megatron_model
@@ -123,8 +148,7 @@ class TrainingWorker:
 
         self._optimizer.zero_grad()
         scores = step.run_schedule(self._chunks, batches, loss, vocab=self._model.vocab, device=self._device)
-        step.reduce_gradients(self._chunks, experts=self._experts)
-        self._optimizer.step()
+        self._apply_gradients()
         total = step.from_last_stage(sum(scores, torch.zeros((), device=self._device)))
         if replicas > 1:
             dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
@@ -185,6 +209,42 @@ class TrainingWorker:
             if len(values) > 1:
                 raise AgreementError(box, tuple((digest, tuple(ranks)) for digest, ranks in values.items()))
 
+    def save(self, folder: str) -> None:
+        """Writes weights, optimizer and random number generators to a new folder that all ranks share.
+
+        Raises:
+            WorkerError: the folder exists or can't be written; then there is no folder of that name that isn't whole.
+        """
+        header = Header(self.role, self._optimizer.updates, dist.get_world_size())
+        training_checkpoint.save(Path(folder), tuple(self._blocks()), header)
+
+    def restore(self, folder: str) -> int:
+        """Goes on from a folder that `save` wrote; returns how many updates it has behind it.
+
+        Any parallel layout may have written it; under the same one the next steps are the same to the bit.
+
+        Raises:
+            WorkerError: the folder is no whole checkpoint, or one of another model.
+        """
+        header = training_checkpoint.restore(Path(folder), tuple(self._blocks()), role=self.role)
+        self._optimizer.restored(header.updates)
+        return header.updates
+
+    def _blocks(self) -> Iterator[Block]:
+        """The live boxes of everything that a checkpoint holds: fp32 weights, AdamW's moments, the model's buffers."""
+        for kind, tensors in self._optimizer.state().items():
+            for piece in self._pieces:
+                if piece.buffer in tensors:
+                    yield self._block(kind, piece, tensors)
+        buffers = {name: live for name, live in self._source.buffers().items() if name not in self._parameters}
+        for piece in self._pieces:
+            if piece.buffer in buffers:
+                yield self._block("buffer", piece, buffers)
+
+    def _block(self, kind: str, piece: Piece, tensors: Mapping[str, torch.Tensor]) -> Block:
+        offset = tuple(span.start for span in piece.box.spans)
+        return Block(f"{kind}/{piece.tensor}", self._shapes[piece.tensor], offset, piece_view(piece, tensors))
+
     def source(self) -> MegatronSource:
         """This rank's refit source. Not collective."""
         return self._source
@@ -198,6 +258,29 @@ class TrainingWorker:
         if dist.is_initialized():
             dist.destroy_process_group()
 
+    def _apply_gradients(self) -> float:
+        """Reduces the gradients, clips them and updates the weights; the norm before clipping. Collective.
+
+        Raises:
+            WorkerError: the norm isn't finite; no weight has changed then, on any rank.
+        """
+        self._reduce_gradients()
+        norm = self._gradient_norm.measure()
+        if not norm.isfinite():
+            reason = (
+                f"the gradient's norm is {float(norm)} after {self._optimizer.updates} updates: no weight was changed"
+            )
+            raise WorkerError("training", self.rank, "update", reason)
+        if self._settings.max_grad_norm is not None:
+            self._gradient_norm.clip(norm, largest=self._settings.max_grad_norm)
+        self._optimizer.step()
+        return float(norm)
+
+    def _reduce_gradients(self) -> None:
+        from refit_transport.cluster.megatron_step import reduce_gradients
+
+        reduce_gradients(self._chunks, experts=self._experts)
+
     def _micro_batches(self, sequences: Sequence[Sequence[int]], *, length: int) -> tuple[MicroBatch, ...]:
         from refit_transport.cluster.megatron_step import micro_batches
 
@@ -208,36 +291,6 @@ class TrainingWorker:
             length_multiple=self._cut.tensor if self._cut.sequence_parallel else 1,
             count_multiple=self._cut.pipeline if self._cut.virtual_pipeline > 1 else 1,
         )
-
-
-class _Optimizer:
-    """AdamW on fp32 weights: the parameters themselves, or master copies of narrower ones."""
-
-    def __init__(self, chunks: Sequence[torch.nn.Module], *, learning_rate: float, weight_decay: float) -> None:
-        self._parameters = [p for chunk in chunks for p in chunk.parameters() if p.requires_grad]
-        self._masters = [p if p.dtype == torch.float32 else p.detach().float() for p in self._parameters]
-        self._adamw = torch.optim.AdamW(self._masters, lr=learning_rate, weight_decay=weight_decay)
-
-    def zero_grad(self) -> None:
-        for parameter in self._parameters:
-            parameter.grad = None
-
-    def step(self) -> None:
-        for parameter, master in zip(self._parameters, self._masters, strict=True):
-            if master is not parameter and parameter.grad is not None:
-                master.grad = parameter.grad.float()
-        self._adamw.step()
-        with torch.no_grad():
-            for parameter, master in zip(self._parameters, self._masters, strict=True):
-                if master is not parameter:
-                    parameter.copy_(master)
-
-    def weights_changed(self) -> None:
-        """Something else wrote the parameters: the master copies follow."""
-        with torch.no_grad():
-            for parameter, master in zip(self._parameters, self._masters, strict=True):
-                if master is not parameter:
-                    master.copy_(parameter)
 
 
 def _join(*, rank: int, world_size: int, init_method: str, timeout_s: float) -> torch.device:

@@ -149,6 +149,10 @@ class MegatronSource:
         """The buffers that are copies of parameters which Megatron stores in another form; see `write_back`."""
         return self._shifted.keys()
 
+    def stored_in(self, buffer: str) -> str:
+        """The parameter whose elements a buffer of this source holds: itself, or the one that it is a copy of."""
+        return self._shifted[buffer].of if buffer in self._shifted else buffer
+
     def write_back(self) -> None:
         """Gives the parameters what was written into their copies among `buffers`."""
         live = {name: tensor for i, chunk in enumerate(self._chunks) for name, tensor in _named_tensors(chunk, i)}
