@@ -1,0 +1,1 @@
+"""Reinforcement learning in pure torch: trajectories, advantages, losses, replay and tasks."""
