@@ -40,11 +40,14 @@ from refit_transport.rl.trajectories import Sample
 
 if TYPE_CHECKING:
     import torch
+    from vllm.outputs import CompletionOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from refit_transport.verification import Comparison
 
 KvCache = Literal["recompute", "keep"]
+# Read by the plugin.
+ENDS_WITH = "REFIT_TRANSPORT_VLLM_ENDS_WITH"
 
 _T = TypeVar("_T")
 # Calls end before those who wait for them in the driver give up, so that the cause is told.
@@ -102,7 +105,7 @@ class AsyncGenerationWorker:
         timeout_s: float = 300.0,
     ) -> None:
         """Starts the engine's processes. `timeout_s` is for each call that isn't a part of a refit."""
-        os.environ.update(engine_environment(config))
+        os.environ.update(engine_environment(config) | {ENDS_WITH: str(os.getpid())})
         self._node, self._kv_cache, self._timeout_s, self._refit_timeout_s = node, kv_cache, timeout_s, timeout_s
         self._fenced = ""
         self._version = -1
@@ -206,33 +209,42 @@ class AsyncGenerationWorker:
         self._unfinished += 1
         self._activity.begin()
         response.task = asyncio.ensure_future(self._generated(response))
+        # Also for a task that is cancelled before it has begun.
+        response.task.add_done_callback(self._count_finished)
         return response.ticket
 
-    async def _generated(self, response: _Response) -> Sample:
-        try:
-            while True:
-                attempt = response.attempt
-                completion = await self._completion(response)
-                if attempt == response.attempt or completion.finish_reason != "abort":
-                    return sample_of(response.request, completion)
-        finally:
-            self._unfinished -= 1
-            if not self._unfinished:
-                self._activity.end()
+    def _count_finished(self, _: asyncio.Task[Sample]) -> None:
+        self._unfinished -= 1
+        if not self._unfinished:
+            self._activity.end()
 
-    async def _completion(self, response: _Response) -> Any:
+    async def _generated(self, response: _Response) -> Sample:
+        while True:
+            attempt = response.attempt
+            completion = await self._completion(response)
+            if attempt == response.attempt or completion.finish_reason != "abort":
+                return sample_of(response.request, completion)
+
+    async def _completion(self, response: _Response) -> CompletionOutput:
+        """vLLM's answer, put together from the first token and the rest."""
         from vllm.sampling_params import RequestOutputKind
 
         prompt = vllm_prompt(response.request)
         if self._kv_cache == "keep":
             prompt["cache_salt"] = f"version {self._version}"
-        wanted = vllm_parameters(
-            response.request, output_kind=RequestOutputKind.CUMULATIVE, stream_interval=_FIRST_AND_LAST
-        )
-        completion: Any = None
+        wanted = vllm_parameters(response.request, output_kind=RequestOutputKind.DELTA, stream_interval=_FIRST_AND_LAST)
+        tokens: list[int] = []
+        logprobs: list[Any] = []
+        last: Any = None
         async for output in self._llm.generate(prompt, wanted, response.name):
-            completion = output.outputs[0]
-            response.started = response.started or bool(completion.token_ids)
+            [last] = output.outputs
+            tokens += last.token_ids
+            logprobs += last.logprobs or []
+            response.started = bool(tokens)
+        if last is None:
+            raise WorkerError("generation", 0, "sample", "vLLM ended a response without a word")
+        last.token_ids, last.logprobs = tokens, logprobs
+        completion: CompletionOutput = last
         return completion
 
     def finished(self) -> list[int]:
@@ -333,6 +345,8 @@ class AsyncGenerationWorker:
     def _stop_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_STOPPING_S)
+        if not self._thread.is_alive():
+            self._loop.close()
 
     def _run(self, coroutine: Coroutine[Any, Any, _T], call: str, timeout_s: float) -> _T:
         """Runs it beside the generation and waits for its result.

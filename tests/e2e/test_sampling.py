@@ -141,7 +141,8 @@ def test_the_prefix_cache_never_outlives_its_weights(job, groups, tmp_path):
     renewed = engine.call("sample", asked)[0]
     # The first prompt computes the block anew, the others find it.
     assert engine.call("cached_prompt_tokens") == [BLOCK * (len(asked) - 1)]
-    save_file({name: torch.from_numpy(array) for name, array in job.exported().items()}, tmp_path / "model.safetensors")
+    tensors = {name: torch.from_numpy(array).contiguous() for name, array in job.exported().items()}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     shutil.copy(job.folder / "config.json", tmp_path)
     fresh = groups["engine-b"]
     collect([job.building(fresh, tmp_path)], timeout_s=TIMEOUT_S)
