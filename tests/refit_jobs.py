@@ -182,7 +182,9 @@ def megatron_layout(cut: MegatronParallelism) -> str:
 
 
 class RunningCase:
-    """One case on warm actor groups."""
+    """One case on warm actor groups. An actor of an asynchronous engine holds `ranks_per_actor` of its ranks."""
+
+    ranks_per_actor = 1
 
     def __init__(self, case: Case, folder: Path, policy: WorkerGroup, hosts: Sequence[WorkerGroup]) -> None:
         self.case, self.folder, self.policy = case, folder, policy
@@ -216,7 +218,7 @@ class RunningCase:
     def building(self, engine: WorkerGroup, folder: Path) -> Pending:
         """Starts building an engine over all ranks of a group."""
         if "async" in engine.name:
-            own = {"config": self.config(folder, 1), "timeout_s": TIMEOUT_S}
+            own = {"config": self.config(folder, self.ranks_per_actor), "timeout_s": TIMEOUT_S}
             return engine.build(TestAsyncGeneration, [own])
         host, port = engine.address(PortRange(), host=LOOPBACK)
         own = {"world_size": engine.count, "host": host, "port": port, "config": self.config(folder, engine.count)}
@@ -224,14 +226,20 @@ class RunningCase:
 
     def settings(self, **changes: Any) -> RefitSettings:
         sources = self.policy.count
-        total = sources + sum(engine.count for engine in self.engines)
+        total = sources + self.ranks_per_actor * sum(engine.count for engine in self.engines)
         small = {"bucket_bytes": 1 << 14, "staging_bytes": 1 << 17, "timeout_s": TIMEOUT_S, "verify": "full"}
         domains = (tuple(range(sources)), tuple(range(sources, total)))
         return RefitSettings(**{**small, "domains": domains, **changes})
 
     def synchronizer(self, **changes: Any) -> RefitSynchronizer:
-        settings = self.settings(**changes)
-        return RefitSynchronizer(self.policy, self.engines, settings=settings, ports=PortRange(), host=LOOPBACK)
+        return RefitSynchronizer(
+            self.policy,
+            self.engines,
+            settings=self.settings(**changes),
+            ports=PortRange(),
+            host=LOOPBACK,
+            ranks_per_actor=self.ranks_per_actor,
+        )
 
     def planned(self, **changes: Any) -> PlanSummary:
         """What presets of both sides say beforehand."""
@@ -255,7 +263,7 @@ class RunningCase:
         return [
             {name: tensor.float().numpy() for name, tensor in weights.items()}
             for engine in self.engines
-            for weights in engine.call("weights")
+            for weights in flat(engine.call("weights"))
         ]
 
     def logprobs(self) -> tuple[list[list[float]], list[list[list[float]]]]:
@@ -267,6 +275,11 @@ class RunningCase:
             [self.policy.start("shutdown"), *(engine.start("shutdown") for engine in self.engines)],
             timeout_s=TIMEOUT_S,
         )
+
+
+def flat(found: Sequence[Any]) -> list[Any]:
+    """What each rank holds, where an actor speaks for one rank or for several."""
+    return [own for part in found for own in (part if isinstance(part, list) else [part])]
 
 
 def expected_parameters(case: Case, checkpoint: Mapping[str, np.ndarray], rank: int) -> dict[str, np.ndarray]:

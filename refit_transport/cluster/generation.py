@@ -189,7 +189,7 @@ def _launcher(rank: int, world_size: int, host: str, port: int) -> dict[str, str
 def engine_environment(config: EngineConfig) -> dict[str, str]:
     """vLLM's own variables; to be set before vLLM is imported."""
     environment = {
-        # The engine runs in this process, so that the ranks' calls meet.
+        # The engine runs in the process of its rank, so that the ranks' calls meet.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
     }

@@ -26,7 +26,7 @@ LONG = 300
 
 
 class AsyncJob(RunningCase):
-    """A policy with one engine of its own processes, and an ordinary engine beside it."""
+    """A job whose policy has weights A and B."""
 
     def start(self):
         super().start()
