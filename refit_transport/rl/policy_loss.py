@@ -68,47 +68,50 @@ def policy_loss(
     advantages = _column(batch, "advantages", mask)
     previous = current if settings.force_on_policy_ratio else _column(batch, "prev_logprobs", mask)
 
-    log_ratio = logprobs - previous
-    if settings.sequence_level_importance_ratios:
-        log_ratio = _sequence_mean(log_ratio, mask).expand_as(log_ratio)
-    ratio = log_ratio.exp()
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - settings.ratio_clip_min, 1 + settings.ratio_clip_max)
-    surrogate = torch.maximum(unclipped, clipped)
-    if settings.ratio_clip_c is not None:
-        surrogate = torch.where(
-            advantages < 0, torch.minimum(surrogate, -advantages * settings.ratio_clip_c), surrogate
-        )
-
+    gain = _clipped_gain(logprobs - previous, advantages, mask, settings)
     raw = _importance(previous - generation, mask, settings)
-    weight = (
-        torch.ones_like(raw)
-        if settings.importance is None
-        else _truncate(raw, previous - generation, mask, settings.importance)
-    )
+    weight = torch.ones_like(raw)
+    if settings.importance is not None:
+        weight = _truncate(raw, previous - generation, mask, settings.importance)
     penalty = torch.zeros_like(logprobs)
     if settings.kl is not None and settings.kl.penalty:
         penalty = kl_penalty(logprobs, _column(batch, "reference_logprobs", mask), settings.kl)
 
     share = _shares(mask, settings, counts)
-    loss = ((weight * surrogate + penalty) * share).sum()
-    per_token = mask.double() / counts.tokens
+    loss = ((penalty - weight * gain.value) * share).sum()
     with torch.no_grad():
-        moved = current - previous
+        moved, error = current - previous, (previous - generation).abs()
+        truncated = weight != raw if settings.importance is not None else torch.zeros_like(mask)
+        entropy = -torch.exp(current - generation) * current
+        kl = torch.expm1(-moved) + moved
+        means = (gain.ratio, gain.is_clipped, entropy, kl, weight, truncated, error)
+        per_token = mask.double() / counts.tokens
         sums = torch.stack(
-            [
-                ((weight * surrogate + penalty) * share).double().sum(),
-                (penalty * share).double().sum(),
-                (ratio * per_token).sum(),
-                ((clipped > unclipped) * per_token).sum(),
-                (-torch.exp(current - generation) * current * per_token).sum(),
-                ((torch.expm1(-moved) + moved) * per_token).sum(),
-                (weight * per_token).sum(),
-                ((weight != raw) * per_token).sum() if settings.importance else raw.new_zeros((), dtype=torch.float64),
-                ((previous - generation).abs() * per_token).sum(),
-            ]
+            [loss.double(), (penalty * share).sum().double(), *((each * per_token).sum() for each in means)]
         )
     return PolicyLoss(loss, sums)
+
+
+class _Gain(NamedTuple):
+    """All `[batch, length]`: what is maximised, the ratio, and where the clipped one decides."""
+
+    value: torch.Tensor
+    ratio: torch.Tensor
+    is_clipped: torch.Tensor
+
+
+def _clipped_gain(
+    log_ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, settings: PolicyLossSettings
+) -> _Gain:
+    if settings.sequence_level_importance_ratios:
+        log_ratio = _sequence_mean(log_ratio, mask).expand_as(log_ratio)
+    ratio = log_ratio.exp()
+    unclipped = advantages * ratio
+    clipped = advantages * ratio.clamp(1 - settings.ratio_clip_min, 1 + settings.ratio_clip_max)
+    value = torch.minimum(unclipped, clipped)
+    if settings.ratio_clip_c is not None:
+        value = torch.where(advantages < 0, torch.maximum(value, advantages * settings.ratio_clip_c), value)
+    return _Gain(value, ratio, clipped < unclipped)
 
 
 def _column(batch: TrainBatch, name: str, mask: torch.Tensor) -> torch.Tensor:
@@ -142,8 +145,8 @@ def _truncate(
 ) -> torch.Tensor:
     if settings.truncation is None:
         return raw
-    low, high = settings.minimum or 0.0, settings.maximum
+    low, high = settings.bounds
     if settings.truncation == "tis":
         return raw.clamp(low, high)
     judged = raw if settings.truncation == "icepop" else _sequence_mean(log_weight, mask).exp().expand_as(raw)
-    return torch.where((judged >= low) & (judged <= (high or 0.0)), raw, 0.0)
+    return torch.where((judged >= low) & (judged <= high), raw, 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -50,6 +51,11 @@ class ImportanceSettings:
             _require(self.minimum is not None, f"{self.truncation} needs a minimum", self.minimum)
         if self.minimum is not None and self.maximum is not None:
             _require(0 <= self.minimum <= self.maximum, "the minimum must lie between 0 and the maximum", self.minimum)
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Lowest and highest weight that stays as it is."""
+        return self.minimum or 0.0, math.inf if self.maximum is None else self.maximum
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from rule_cases import CASES, DENSE, DENSE_RANKS, REMOVED, G, M, N, R, V
 from small_models import SMALL
 
+from refit_transport.config.base import Section
 from refit_transport.config.facts import job_of
 from refit_transport.config.keys import section_of, sections
 from refit_transport.config.model import logical_model
+from refit_transport.config.rl_schema import RlSections
 from refit_transport.config.rules import RULES, Rule
 from refit_transport.config.rules_limits import OTHER_WEIGHTS, TRAINED
 from refit_transport.config.schema import RefitConfig
@@ -257,7 +259,16 @@ def test_every_required_key_has_a_placeholder() -> None:
         for name, field in model.model_fields.items()
         if field.is_required()
     }
-    assert required == set(PLACEHOLDERS)
+    assert required | set(required_keys(RlSections)) == set(PLACEHOLDERS)
+
+
+def required_keys(model: type[Section], path: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        where = f"{path}.{name}".removeprefix(".")
+        if field.is_required():
+            yield where
+        if (inner := section_of(field.annotation)) is not None:
+            yield from required_keys(inner, where)
 
 
 class _Recorder:
