@@ -6,7 +6,6 @@ trainer compares with them when it divides its own logits by the same temperatur
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ _COLDEST = 0.01
 class SampleRequest:
     """One response to one prompt.
 
-    `seed` alone (with prompt and weights) decides what is drawn; see `sampling_seed`. `group` is the prompt's index in
+    `seed` alone (with prompt and weights) decides what is drawn; see `rl.seeds.sample_seed`. `group` is the prompt's index in
     its step. `temperature` 0 is greedy, with the log-probabilities of temperature 1. Generation stops after a token of
     `stop_ids`, which belongs to the response, after `max_tokens`, or when the engine's `max_model_len` is reached.
 
@@ -49,7 +48,7 @@ class SampleRequest:
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1 (got {self.max_tokens})")
         if not 0 <= self.seed < 1 << 63:
-            raise ValueError(f"seed must be in 0 .. 2**63 - 1 (got {self.seed}); sampling_seed makes such seeds")
+            raise ValueError(f"seed must be in 0 .. 2**63 - 1 (got {self.seed}); rl.seeds makes such seeds")
         if self.temperature != 0 and not _COLDEST <= self.temperature < math.inf:
             raise ValueError(
                 f"temperature must be 0 (greedy) or at least {_COLDEST}, which vLLM samples at when it is lower "
@@ -60,18 +59,6 @@ class SampleRequest:
     def cost(self) -> int:
         """The most tokens that it can occupy."""
         return len(self.prompt) + self.max_tokens
-
-
-def sampling_seed(run_seed: int, *, step: int, prompt: int, sample: int) -> int:
-    """The seed of one response: the same however a step is batched, whichever engine runs it, after any resumption.
-
-    >>> sampling_seed(1, step=0, prompt=3, sample=2) == sampling_seed(1, step=0, prompt=3, sample=2)
-    True
-    >>> len({sampling_seed(1, step=s, prompt=p, sample=n) for s in range(9) for p in range(9) for n in range(9)})
-    729
-    """
-    key = f"{run_seed}/{step}/{prompt}/{sample}".encode()
-    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
 
 
 def vllm_prompt(request: SampleRequest) -> dict[str, Any]:

@@ -14,9 +14,10 @@ from refit_jobs import TIMEOUT_S, Case, RunningCase
 from safetensors.torch import save_file
 
 from refit_transport.cluster.samplers import sample_on
-from refit_transport.cluster.sampling import SampleRequest, sampling_seed
+from refit_transport.cluster.sampling import SampleRequest
 from refit_transport.cluster.workers import collect
 from refit_transport.layout.parallelism import MegatronParallelism as Cut
+from refit_transport.rl.seeds import sample_seed
 from refit_transport.testing.models import save_tiny_model
 
 pytestmark = pytest.mark.e2e
@@ -31,7 +32,7 @@ def requests(*, prompts=4, samples=3, prefix=(), temperature=1.0, stop=STOP, max
     return [
         SampleRequest(
             prompt=(*prefix, *range(10 * group, 10 * group + 3 + group)),
-            seed=sampling_seed(7, step=0, prompt=group, sample=number),
+            seed=sample_seed(7, step=0, prompt=group, sample=number),
             group=group,
             max_tokens=max_tokens,
             temperature=temperature,
