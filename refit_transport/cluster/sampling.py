@@ -27,8 +27,8 @@ _COLDEST = 0.01
 class SampleRequest:
     """One response to one prompt.
 
-    `seed` alone (with prompt and weights) decides what is drawn; see `rl.seeds.sample_seed`. `group` is the prompt's index in
-    its step. `temperature` 0 is greedy, with the log-probabilities of temperature 1. Generation stops after a token of
+    `seed` alone (with prompt and weights) decides what is drawn; see `rl.seeds.sample_seed`. `group` is the prompt's
+    index in its step. `temperature` 0 is greedy, with the log-probabilities of temperature 1. Generation stops after a token of
     `stop_ids`, which belongs to the response, after `max_tokens`, or when the engine's `max_model_len` is reached.
 
     Raises:
