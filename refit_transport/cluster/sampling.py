@@ -28,8 +28,9 @@ class SampleRequest:
     """One response to one prompt.
 
     `seed` alone (with prompt and weights) decides what is drawn; see `rl.seeds.sample_seed`. `group` is the prompt's
-    index in its step. `temperature` 0 is greedy, with the log-probabilities of temperature 1. Generation stops after a token of
-    `stop_ids`, which belongs to the response, after `max_tokens`, or when the engine's `max_model_len` is reached.
+    index in its step. `temperature` 0 is greedy, with the log-probabilities of temperature 1. Generation stops after a
+    token of `stop_ids`, which belongs to the response, after `max_tokens`, or when the engine's `max_model_len` is
+    reached.
 
     Raises:
         ValueError: no prompt, or a number out of its range.
