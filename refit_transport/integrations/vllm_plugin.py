@@ -3,6 +3,8 @@
 Environment variables that are read here, and nowhere else:
 
 - `REFIT_TRANSPORT_VLLM_PLAIN_WEIGHTS=1`: plain-weights mode (CPU only, see `vllm_plain_weights`). Default: off.
+- `REFIT_TRANSPORT_VLLM_ENDS_WITH=PID`: an engine's process that this process started ends with it, however that ends.
+  Default: vLLM's own way, by which an engine outlives a killed parent.
 - `VLLM_DIST_IDENT`, `MASTER_ADDR`, `MASTER_PORT` (set by vLLM and by the launcher): name the shared memory of a tensor
   parallel group on CPU.
 """
@@ -11,9 +13,11 @@ from __future__ import annotations
 
 import _posixshmem
 import contextlib
+import ctypes
 import logging
 import os
 import re
+import signal
 from typing import Any
 
 import torch
@@ -23,6 +27,8 @@ from refit_transport.integrations.vllm_seams import attribute, require_parameter
 
 ENGINE = "refit_transport"
 PLAIN_WEIGHTS = "REFIT_TRANSPORT_VLLM_PLAIN_WEIGHTS"
+ENDS_WITH = "REFIT_TRANSPORT_VLLM_ENDS_WITH"
+_PR_SET_PDEATHSIG = 1
 _COMMUNICATOR = "vllm.distributed.device_communicators.cpu_communicator"
 _QUEUE = "vllm.distributed.device_communicators.shm_broadcast"
 _FACTORY = "vllm.distributed.weight_transfer.factory"
@@ -40,11 +46,18 @@ def register() -> None:
         _name_shared_memory_by_job()
         _unlink_shared_memory_once_mapped()
     _register_engine()
+    _end_with_parent()
     plain = os.environ.get(PLAIN_WEIGHTS, "")
     if plain not in ("", "0", "1"):
         raise ValueError(f"{PLAIN_WEIGHTS} must be 0 or 1 (got {plain!r})")
     if plain == "1":
         use_plain_weights()
+
+
+def _end_with_parent() -> None:
+    """Asks the kernel to end this process with the thread that started it, if it is the one that was told to."""
+    if os.environ.get(ENDS_WITH) == str(os.getppid()):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _permit_amx() -> None:
