@@ -12,21 +12,24 @@ from pydantic import ValidationError
 from refit_transport.config.document import Document, read_document, read_mapping
 from refit_transport.config.facts import TransportLookup, job_of
 from refit_transport.config.keys import KeyPath, split_foreign
-from refit_transport.config.rules import broken_rules
+from refit_transport.config.rules import Purpose, broken_rules
 from refit_transport.config.schema import RefitConfig
 from refit_transport.config.translate import PLACEHOLDERS, translated
 from refit_transport.errors import ConfigError
 
 
-def load_config(path: str | Path, *, resolve_transport: TransportLookup, overrides: Sequence[str] = ()) -> RefitConfig:
+def load_config(
+    path: str | Path, *, resolve_transport: TransportLookup, overrides: Sequence[str] = (), purpose: Purpose = "run"
+) -> RefitConfig:
     """Reads, merges and checks a configuration file.
 
-    `overrides` are `key.path=value` texts, applied last. `resolve_transport` is `transports.registry.resolve`.
+    `overrides` are `key.path=value` texts, applied last. `resolve_transport` is `transports.registry.resolve`. To
+    "plan", a model may have an architecture that workers can't train.
 
     Raises:
         ConfigError: with one violation for each problem.
     """
-    return _checked(read_document(Path(path), overrides), resolve_transport)
+    return _checked(read_document(Path(path), overrides), resolve_transport, purpose)
 
 
 def config_from(
@@ -37,10 +40,10 @@ def config_from(
     Raises:
         ConfigError: with one violation for each problem.
     """
-    return _checked(read_mapping(values, source), resolve_transport)
+    return _checked(read_mapping(values, source), resolve_transport, "run")
 
 
-def _checked(document: Document, resolve_transport: TransportLookup) -> RefitConfig:
+def _checked(document: Document, resolve_transport: TransportLookup, purpose: Purpose) -> RefitConfig:
     ours, unknown = split_foreign(document.values)
     found = [problem for problem in document.problems if _holds(ours, problem.path)]
     doubtful = {violation.path for violation in found} | {path for finding in unknown for path in finding.suspects}
@@ -53,7 +56,7 @@ def _checked(document: Document, resolve_transport: TransportLookup) -> RefitCon
         doubtful |= {violation.path for violation in refused}
         config = _repaired(ours, error)
     job = job_of(config, document=document.values, resolve_transport=resolve_transport)
-    found += broken_rules(job, doubtful=frozenset(doubtful))
+    found += broken_rules(job, purpose=purpose, doubtful=frozenset(doubtful))
     told = {violation.path for violation in found}
     found = [violation for violation in found if document.root_of(violation.path) not in told - {violation.path}]
     if found:
