@@ -3,8 +3,10 @@
     RANK=0 WORLD_SIZE=2 CHANNEL_PORTS=... python vllm_derived.py RESULTS.json FOLDER KIND...
 
 The model of checkpoint A gets a refit in which only the tensors of one kind are checkpoint B's, once so that each rank
-receives its part in one bucket, and once in at least ten. Every tensor of the model is compared with the freshly loaded
-models', bit by bit. Then each derived tensor is changed by itself, and both sides are compared. `{kind: findings}`.
+receives its part in one bucket, and once in at least ten; before the latter, what is a view of weights on CPU gets
+memory of its own, as where a kernel wants another dtype or order. Every tensor of the model is compared with the
+freshly loaded models', bit by bit. Then each derived tensor is changed by itself, and both sides are compared.
+Writes `{kind: findings}`.
 """
 
 from __future__ import annotations
@@ -94,6 +96,14 @@ def spoilt(model: torch.nn.Module, target: VllmTarget) -> Iterator[str]:
         tensor.data = before
 
 
+def set_apart(model: torch.nn.Module, target: VllmTarget) -> None:
+    """Gives what is derived from weights memory of its own."""
+    modules = dict(model.named_modules())
+    for path, attribute in (derived.name.rsplit(".", 1) for derived in target.derived()):
+        tensor = getattr(modules[path], attribute)
+        tensor.data = tensor.data.clone()
+
+
 def run(kind: str, folder: Path, ports: Iterator[int]) -> dict[str, Any]:
     wanted = {name: Model(folder / name, "").tensors() for name in "ab"}
     states = {name: crossed(load_file(folder / name / "model.safetensors")) for name in "ab"}
@@ -109,6 +119,9 @@ def run(kind: str, folder: Path, ports: Iterator[int]) -> dict[str, Any]:
         held = {"state": states["a"]}
         session = prepare(StateDictSource(lambda held=held: held["state"]), target, next(ports), settings)
         session.run(1)
+        if label == "in ten":
+            set_apart(model.module, target)
+            addresses = {name: tensor.data_ptr() for name, tensor in _kept(model.module)}
         for version, part in enumerate((CHANGES[kind], BUFFER), start=2):
             changed = {name: tensor for name, tensor in states["b"].items() if part in name}
             if not changed:
@@ -123,8 +136,8 @@ def run(kind: str, folder: Path, ports: Iterator[int]) -> dict[str, Any]:
         }
         found[f"compared, {label}"] = session.compare().differing
         session.close()
+        found[f"moved, {label}"] = [n for n, tensor in _kept(model.module) if tensor.data_ptr() != addresses[n]]
     found["derived"] = sorted({derived.name.rsplit(".", 1)[1] for derived in target.derived()})
-    found["moved"] = [name for name, tensor in _kept(model.module) if tensor.data_ptr() != addresses[name]]
     found["aliases later"] = aliases(model.module)
     return found
 
