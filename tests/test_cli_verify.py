@@ -29,7 +29,7 @@ REPORT = RefitReport(
         RankReport(2, "target", "here", {}, 0, 6, verified=7),
     ),
 )
-TRAINED = Comparison(0, 13, 4_000_000, 5, (Difference("target", "lm_head.weight", "[0:4, 0:8]", 0, 1),))
+TRAINED = Comparison(-1, 13, 4_000_000, 5, (Difference("target", "lm_head.weight", "[0:4, 0:8]", 0, 1),))
 EQUAL = Comparison(1, 13, 4_000_000, 0)
 
 
