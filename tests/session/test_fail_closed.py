@@ -165,7 +165,7 @@ FAULTS: dict[str, tuple[Callable[[Job], None], tuple[str, ...]]] = {
     ),
     "a hole between the shards": (
         _hole,
-        (f"{ATTENTION}.q_proj.weight", "box [4:8, 0:8]", "target rank 2", "no source rank holds it"),
+        (f"{ATTENTION}.k_proj.weight", "box [2:4, 0:8]", "target rank 2", "no source rank holds it"),
     ),
     "a tensor held twice with different values": (
         _held_twice,
