@@ -8,75 +8,25 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
-from refit_transport.errors import (
-    ConfigError,
-    MissingDependencyError,
-    RefitTransportError,
-    UnknownTransportError,
-    Violation,
-)
+from refit_transport.cli_common import AsJson, Commands, ConfigFile, ExitCode, Overrides, load, print_json, progress
+from refit_transport.errors import ConfigError, Violation
 
 if TYPE_CHECKING:
     from refit_transport.cluster.run import RefitRound
-    from refit_transport.config.schema import RefitConfig
-
-
-class ExitCode(IntEnum):
-    """What the shell sees."""
-
-    FINE = 0
-    FAILED = 1
-    WRONG_USAGE = 2
-    HUNG_UP = 129
-    INTERRUPTED = 130
-    TERMINATED = 143
-
-
-class _Commands(TyperGroup):
-    """Turns this package's errors into a message and an exit code, for every command."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except (ConfigError, UnknownTransportError, MissingDependencyError) as error:
-            typer.echo(f"refit-transport: {error}", err=True)
-            raise typer.Exit(ExitCode.WRONG_USAGE) from None
-        except RefitTransportError as error:
-            typer.echo(f"refit-transport: {error}", err=True)
-            raise typer.Exit(ExitCode.FAILED) from None
-        except KeyboardInterrupt:
-            typer.echo("refit-transport: interrupted; everything that was started has ended", err=True)
-            raise typer.Exit(ExitCode.INTERRUPTED) from None
-        except SystemExit as stop:
-            if stop.code in (ExitCode.HUNG_UP, ExitCode.TERMINATED):
-                typer.echo("refit-transport: terminated; everything that was started has ended", err=True)
-            raise
-
 
 app = typer.Typer(
     name="refit-transport",
-    cls=_Commands,
+    cls=Commands,
     help="Shard-to-shard weight refit from a Megatron policy to vLLM samplers.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file with NeMo RL's keys.")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Overrides a key, such as policy.precision=float32. Repeatable."),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 
 def main() -> None:
@@ -87,38 +37,35 @@ def main() -> None:
 @app.command()
 def validate(config: ConfigFile, *, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Check a configuration and say everything that is wrong with it."""
+    from refit_transport.cli_validate import invalid_json, show_valid, valid_json
+
     try:
         checked = load(config, overrides)
     except ConfigError as error:
         if as_json:
-            print_json({"ok": False, "source": error.source, "violations": [_fields(v) for v in error.violations]})
+            print_json(invalid_json(error))
         raise
     if as_json:
-        print_json(
-            {"ok": True, "source": str(config), "summary": _summary(checked), "config": checked.model_dump(mode="json")}
-        )
+        print_json(valid_json(checked, str(config)))
     else:
-        print_table(f"{config}: fine", ("", ""), [(key, _text(value)) for key, value in _summary(checked).items()])
+        show_valid(checked, f"{config}: fine")
 
 
 @app.command()
 def transports(*, as_json: AsJson = False) -> None:
     """List the transports that `refit_transport` can name."""
-    from refit_transport.transports.registry import DEFAULT_TRANSPORT, known_transports
+    from refit_transport.cli_validate import show_transports, transports_json
 
-    entries = list(known_transports().values())
     if as_json:
-        keys = ("name", "target", "description", "extra", "provider")
-        listed = [{key: getattr(entry, key) for key in keys} for entry in entries]
-        print_json({"default": DEFAULT_TRANSPORT, "transports": listed})
+        print_json(transports_json())
     else:
-        print_table("Transports", ("name", "what it does"), [(entry.name, entry.description) for entry in entries])
+        show_transports()
 
 
 @app.command()
 def plan(config: ConfigFile, *, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Show what each refit will move, from the configuration alone; nothing is started or written."""
-    checked = load(config, overrides)
+    checked = load(config, overrides, purpose="plan")
     from rich.console import Console
 
     from refit_transport.cli_plan import render_preview
@@ -143,7 +90,7 @@ def explain(
     as_json: AsJson = False,
 ) -> None:
     """Say of each parameter how it goes, between which ranks, in which boxes, and why; nothing is started."""
-    checked = load(config, overrides)
+    checked = load(config, overrides, purpose="plan")
     from refit_transport.cli_explain import explain_config, render_explained
 
     with progress() as announce:
@@ -303,108 +250,3 @@ def bench(
         typer.echo(f"missed: {line}", err=True)
     if misses:
         raise typer.Exit(ExitCode.FAILED)
-
-
-def load(config: Path, overrides: list[str] | None) -> RefitConfig:
-    """The checked configuration that a command runs on."""
-    from refit_transport.config.load import load_config
-
-    return load_config(config, resolve_transport=_usable_transport, overrides=overrides or ())
-
-
-def _usable_transport(name: str | None) -> None:
-    """Resolves a transport; another package's is imported too, which would fail on every rank otherwise.
-
-    Raises:
-        UnknownTransportError: it doesn't exist, can't be imported, or is no transport.
-        MissingDependencyError: a package that it imports isn't installed.
-    """
-    from refit_transport.transports.registry import BUILT_IN, known_transports, load, resolve
-
-    entry = resolve(name)
-    if entry in BUILT_IN:
-        return
-    try:
-        load(entry)
-    except RefitTransportError:
-        raise
-    except Exception as error:
-        reason = f"its import fails: {type(error).__name__}: {error}"
-        raise UnknownTransportError(entry.name, tuple(known_transports()), reason) from error
-
-
-def print_json(value: object) -> None:
-    """One JSON document on stdout."""
-    typer.echo(json.dumps(value, indent=2))
-
-
-def print_table(title: str, headers: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
-    """A table for people on stdout; a table without header texts is a list of keys and values."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", show_header=any(headers), box=None, padding=(0, 2, 0, 0))
-    for header in headers:
-        table.add_column(header, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    Console(soft_wrap=False, markup=False, highlight=False).print(table)
-
-
-@contextmanager
-def progress() -> Iterator[Callable[[str], None]]:
-    """A spinner on stderr that says what is going on and for how long; yields the function that changes the text."""
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    columns = (SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=None)
-
-        def announce(text: str) -> None:
-            bar.update(task, description=text)
-            if not console.is_terminal:
-                console.print(text, markup=False, highlight=False)
-
-        yield announce
-
-
-def _summary(config: RefitConfig) -> dict[str, object]:
-    megatron, vllm, settings = config.policy.megatron_cfg, config.policy.generation.vllm_cfg, config.settings
-    return {
-        "model": config.policy.model_name,
-        "training ranks": config.training_ranks,
-        "training layout": {
-            "tensor": megatron.tensor_model_parallel_size,
-            "pipeline": megatron.pipeline_model_parallel_size,
-            "virtual pipeline": megatron.virtual_pipeline_model_parallel_size or 1,
-            "context": megatron.context_parallel_size,
-            "data": config.data_parallel_size,
-            "expert": megatron.expert_model_parallel_size,
-            "expert tensor": megatron.expert_tensor_ranks,
-        },
-        "generation ranks": config.generation_ranks,
-        "generation layout": {
-            "tensor": vllm.tensor_parallel_size,
-            "pipeline": vllm.pipeline_parallel_size,
-            "expert": vllm.expert_parallel_size,
-            "engines": config.engines,
-        },
-        "precision": {"training": config.policy.precision, "generation": config.vllm_precision},
-        "transport": config.transport,
-        "fabric": settings.fabric,
-        "domains": [list(ranks) for ranks in domains] if (domains := config.domains()) is not None else "one per host",
-        "bytes": {"staging": settings.staging_bytes, "bucket": settings.bucket_bytes},
-        "verify": settings.verify,
-    }
-
-
-def _text(value: object) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {inner}" for key, inner in value.items())
-    return str(value)
-
-
-def _fields(violation: Violation) -> dict[str, str]:
-    return {key: getattr(violation, key) for key in ("path", "value", "reason", "remedy")}

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from refit_transport.config.model import logical_model
+from refit_transport.config.rules_limits import TRAINED
 from refit_transport.config.schema import RefitConfig
 from refit_transport.config.settings import FabricName
 from refit_transport.layout.manifest import RankRole
@@ -142,6 +143,7 @@ def preset_job(config: RefitConfig) -> Job:
         world_size=config.training_ranks,
         dtype=config.policy.precision,
         make_vocab_size_divisible_by=config.policy.megatron_cfg.make_vocab_size_divisible_by,
+        spec="local",  # as training workers build it
     )
     check_complete(source, model)
     vllm = config.policy.generation.vllm_cfg
@@ -164,6 +166,14 @@ def _assumed_places(config: RefitConfig) -> dict[int, Place]:
 def assumptions_of(config: RefitConfig) -> tuple[str, ...]:
     """What a plan from presets rests on."""
     found = [_ENGINE_DECIDES]
+    model = logical_model(config)
+    if model.architecture not in TRAINED:
+        found.append(f"training ranks of {model.architecture} as Megatron-core builds them; `run` can't train it yet")
+    if any(each.row.trained_locally is not None for each in model.main):
+        found.append(
+            "Megatron's own layers, which divide latent down projections; TransformerEngine's have them whole on each "
+            "rank"
+        )
     if config.domains() is None:
         node = config.cluster.gpus_per_node
         found.append(

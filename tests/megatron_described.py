@@ -57,21 +57,21 @@ class Experts(torch.nn.Module):
         return found
 
 
-def _config(cut: MegatronParallelism) -> Any:
+def _config(cut: MegatronParallelism, **changes: Any) -> Any:
     from megatron.core.transformer import TransformerConfig
 
+    sizes = {"moe_ffn_hidden_size": 6, "moe_grouped_gemm": True} | changes
     return TransformerConfig(
+        **sizes,
         num_layers=1,
         hidden_size=8,
         num_attention_heads=2,
         num_moe_experts=4,
-        moe_ffn_hidden_size=6,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
         params_dtype=torch.bfloat16,
         bf16=True,
-        moe_grouped_gemm=True,
         use_cpu_initialization=True,
         expert_model_parallel_size=cut.expert,
         expert_tensor_parallel_size=cut.experts_over,
@@ -105,12 +105,13 @@ def stacked(rank: int, world_size: int, port: int, cut: MegatronParallelism) -> 
 class GroupedLinear(torch.nn.Module):
     """One parameter per local expert, `weight{K}`, described as Megatron's adapter of TransformerEngine does it.
 
-    TransformerEngine flags none of these parameters as tensor-parallel.
+    TransformerEngine flags none of these parameters as tensor-parallel. Without an axis, each rank describes its own
+    part as the whole.
     """
 
-    def __init__(self, rows: int, columns: int, cut: MegatronParallelism, axis: int) -> None:
+    def __init__(self, rows: int, columns: int, cut: MegatronParallelism, axis: int | None) -> None:
         super().__init__()
-        self.cut, self.axis, self.count = cut, axis, 4 // cut.expert
+        self.axes, self.count = {} if axis is None else {"weight": axis}, 4 // cut.expert
         for number in range(self.count):
             self.register_parameter(f"weight{number}", torch.nn.Parameter(torch.randn(rows, columns)))
 
@@ -124,7 +125,7 @@ class GroupedLinear(torch.nn.Module):
             (sharded,) = make_sharded_tensors_for_checkpoint(
                 {"weight": getattr(self, f"weight{number}")},
                 prefix,
-                {"weight": self.axis},
+                self.axes,
                 (*sharded_offsets, (len(sharded_offsets), expert, 4)),
                 tp_group=mpu.get_expert_tensor_parallel_group(),
                 dp_cp_group=metadata["dp_cp_group"],
@@ -133,28 +134,58 @@ class GroupedLinear(torch.nn.Module):
         return found
 
 
-def grouped(rank: int, world_size: int, port: int, cut: MegatronParallelism) -> dict[str, Any]:
-    """Megatron's TEGroupedMLP describes itself, with linear layers that need no TransformerEngine."""
+def _grouped(cut: MegatronParallelism, *, width: int, axes: tuple[int | None, int | None] = (0, 1)) -> Any:
     from megatron.core import parallel_state as mpu
     from megatron.core.transformer.moe.experts import TEGroupedMLP
 
+    experts = TEGroupedMLP.__new__(TEGroupedMLP)
+    torch.nn.Module.__init__(experts)
+    experts.config, experts.num_local_experts = _config(cut), 4 // cut.expert
+    experts.tp_group, experts.ep_group = mpu.get_expert_tensor_parallel_group(), mpu.get_expert_model_parallel_group()
+    mine = width // cut.experts_over
+    experts.linear_fc1 = GroupedLinear(2 * mine, 8, cut, axes[0])
+    experts.linear_fc2 = GroupedLinear(8, mine, cut, axes[1])
+    return experts
+
+
+def grouped(rank: int, world_size: int, port: int, cut: MegatronParallelism) -> dict[str, Any]:
+    """Megatron's TEGroupedMLP describes itself, with linear layers that need no TransformerEngine."""
     from refit_transport.sources.megatron import MegatronSource
 
     with parallel_state(rank, world_size, port, cut):
         torch.manual_seed(rank)
-        experts = TEGroupedMLP.__new__(TEGroupedMLP)
-        torch.nn.Module.__init__(experts)
-        width = 6 // cut.experts_over
-        experts.config, experts.num_local_experts = _config(cut), 4 // cut.expert
-        experts.tp_group, experts.ep_group = (
-            mpu.get_expert_tensor_parallel_group(),
-            mpu.get_expert_model_parallel_group(),
-        )
-        experts.linear_fc1 = GroupedLinear(2 * width, 8, cut, 0)
-        experts.linear_fc2 = GroupedLinear(8, width, cut, 1)
+        experts = _grouped(cut, width=6)
         manifest, pieces = held(MegatronSource([Experts(experts)], LogicalModel.from_config(MOE)), rank)
         weights = {name: value.detach().numpy().copy() for name, value in experts.named_parameters()}
         return {"manifest": manifest, "pieces": pieces, "weights": weights}
+
+
+def hiding(rank: int, world_size: int, port: int, kind: str) -> str:
+    """What a rank says of experts of 512 columns over two ranks, whose shards don't show that they are shards."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.mlp import MLPSubmodules
+    from megatron.core.transformer.moe.experts import SequentialMLP
+
+    from refit_transport.errors import LayoutError
+    from refit_transport.sources.megatron import MegatronSource
+
+    cut = MegatronParallelism(expert_tensor=2)
+    with parallel_state(rank, world_size, port, cut):
+        if kind.startswith("grouped"):
+            experts = _grouped(cut, width=512, axes=(None, 1) if kind == "grouped, up" else (0, None))
+        else:
+            submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+            config = _config(cut, moe_ffn_hidden_size=512, moe_grouped_gemm=False)
+            experts = SequentialMLP(4, config, submodules, ProcessGroupCollection.use_mpu_process_groups())
+            if kind == "one by one, down":
+                experts.local_experts[2].linear_fc2.weight.tensor_model_parallel = False
+        model = LogicalModel.from_config(MOE | {"moe_intermediate_size": 512})
+        try:
+            MegatronSource([Experts(experts)], model).manifest(rank)
+        except LayoutError as error:
+            return str(error)
+        return ""
 
 
 def drafting(rank: int, world_size: int, port: int, cut: MegatronParallelism) -> dict[str, Any]:

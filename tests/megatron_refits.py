@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import torch
 from megatron_export import export, largest_padding
 from megatron_ranks import start
 
@@ -18,10 +19,14 @@ from refit_transport.targets.module import DescribedTarget
 
 @dataclass
 class Refits:
-    """One rank's export, and its largest element of vocabulary padding, after each refit."""
+    """One rank's export, and its largest element of vocabulary padding, after each refit.
+
+    `differing` is how many boxes a comparison finds after each refit, and at last when a zero-centred norm was changed.
+    """
 
     exported: list[dict[str, np.ndarray]] = field(default_factory=list)
     padding: list[float] = field(default_factory=list)
+    differing: list[int] = field(default_factory=list)
 
 
 def export_after_refits(
@@ -33,8 +38,12 @@ def export_after_refits(
     parallelism: list[MegatronParallelism],
     ports: list[int],
     vocab: int,
+    zero_centered: bool = False,
 ) -> Refits:
-    """The first half of the ranks trains, the other generates; refits with the loaded, other and loaded weights."""
+    """The first half of the ranks trains, the other generates; refits with the loaded, other and loaded weights.
+
+    Those that generate store their norms less 1 if they are to be zero-centred.
+    """
     half = world_size // 2
     side = rank // half
     # Each side pads the vocabulary in its own way.
@@ -47,6 +56,9 @@ def export_after_refits(
         make_vocab_size_divisible_by=(8, 64)[side],
     )
     try:
+        if side == 1 and zero_centered:
+            for chunk in worker._chunks:
+                chunk.config.layernorm_zero_centered_gamma = True
         channel = _channel(rank, world_size, port)
         settings = RefitSettings(coverage="all", verify="full", timeout_s=60.0) if rank == 0 else None
         source = worker.source() if side == 0 else None
@@ -59,6 +71,12 @@ def export_after_refits(
             session.run(version)
             found.exported.append(export(worker._chunks, vocab=vocab))
             found.padding.append(largest_padding(worker._chunks, vocab=vocab))
+            found.differing.append(session.compare().differing)
+        if side == 1 and zero_centered:
+            norm = next(p for chunk in worker._chunks for n, p in chunk.named_parameters() if "norm" in n)
+            with torch.no_grad():
+                norm[-1] += 1
+        found.differing.append(session.compare().differing)
         session.close()
         return found
     finally:

@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_models import SMALL
 from typer.testing import CliRunner
 
 from refit_transport.cli import app
 from refit_transport.cli_explain import Explained, render_explained
+from refit_transport.config.rules_limits import TRAINED
 from refit_transport.config.settings import RefitSettings
 from refit_transport.explain import explain
+from refit_transport.layout.presets.model import LogicalModel
 from refit_transport.refit_plan import RefitPlan
 from refit_transport.scheduling.schedule import total_traffic
 from refit_transport.scheduling.topology import Topology
@@ -133,6 +136,40 @@ def test_a_pattern_that_matches_nothing_lists_near_names(pattern, words):
     code, out, err = run("--param", pattern)
     assert (code, out) == (2, "")
     assert words in err
+
+
+@pytest.mark.parametrize(
+    ("kind", "tensor", "half"),
+    [
+        # What each of two ranks has on either side: heads, or heads of 4 + 5 rows.
+        ("gpt-oss", "model.layers.0.self_attn.sinks", (4,)),
+        ("deepseek", "model.layers.1.self_attn.kv_b_proj.weight", (4 * 9, 6)),
+        ("nemotron moe", "backbone.layers.0.mixer.A_log", (4,)),
+        ("nemotron dense", "backbone.layers.2.mixer.D", (4,)),
+        ("qwen3 next", "model.layers.0.linear_attn.dt_bias", (4,)),
+        ("gemma text", "model.layers.3.mlp.gate_proj.weight", (24, 32)),
+    ],
+)
+def test_every_architecture_with_a_preset_is_explained_though_workers_may_not_train_it(kind, tensor, half, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SMALL[kind]))
+    changes = ["refit_run.tiny_model=null", f"policy.model_name={tmp_path}"]
+    model = LogicalModel.from_config(SMALL[kind])
+    if not model.experts:
+        changes.append("policy.megatron_cfg.expert_model_parallel_size=1")
+    code, out, err = run("--json", *(part for change in changes for part in ("--set", change)))
+    assert code == 0, err
+    found = json.loads(out)
+    names = [name for group in found["groups"] for name in group["parameters"]]
+    assert sorted(names) == sorted(each.name for each in model.main)
+    assert found["shard_to_shard"] == 1
+    [group] = [group for group in found["groups"] if tensor in group["parameters"]]
+    rest = [[0, size] for size in half[1:]]
+    assert sorted((part["boxes"], part["holders"], part["wanters"]) for part in group["parts"]) == [
+        ([[[0, half[0]], *rest]], [0], [2]),
+        ([[[half[0], 2 * half[0]], *rest]], [1], [3]),
+    ]
+    untrained = [text for text in found["assumptions"] if "can't train" in text]
+    assert len(untrained) == (model.architecture not in TRAINED)
 
 
 @pytest.mark.parametrize("coverage", ["all", pytest.param("ffn", marks=pytest.mark.nightly)])

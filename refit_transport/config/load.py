@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from refit_transport.config.document import Document, read_document, read_mapping
 from refit_transport.config.facts import TransportLookup, job_of
 from refit_transport.config.keys import KeyPath, split_foreign
-from refit_transport.config.rules import broken_rules
+from refit_transport.config.rules import Purpose, broken_rules
 from refit_transport.config.schema import RefitConfig
 from refit_transport.config.translate import PLACEHOLDERS, translated
 from refit_transport.errors import ConfigError
@@ -20,15 +20,18 @@ from refit_transport.errors import ConfigError
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
-def load_config(path: str | Path, *, resolve_transport: TransportLookup, overrides: Sequence[str] = ()) -> RefitConfig:
+def load_config(
+    path: str | Path, *, resolve_transport: TransportLookup, overrides: Sequence[str] = (), purpose: Purpose = "run"
+) -> RefitConfig:
     """Reads, merges and checks a configuration file.
 
-    `overrides` are `key.path=value` texts, applied last. `resolve_transport` is `transports.registry.resolve`.
+    `overrides` are `key.path=value` texts, applied last. `resolve_transport` is `transports.registry.resolve`. To
+    "plan", a model may have an architecture that workers can't train.
 
     Raises:
         ConfigError: with one violation for each problem.
     """
-    return checked(read_document(Path(path), overrides), resolve_transport)
+    return checked(read_document(Path(path), overrides), resolve_transport, purpose)
 
 
 def config_from(
@@ -42,7 +45,7 @@ def config_from(
     return checked(read_mapping(values, source), resolve_transport)
 
 
-def checked(document: Document, resolve_transport: TransportLookup) -> RefitConfig:
+def checked(document: Document, resolve_transport: TransportLookup, purpose: Purpose = "run") -> RefitConfig:
     """Checks a document that was read.
 
     Raises:
@@ -60,7 +63,7 @@ def checked(document: Document, resolve_transport: TransportLookup) -> RefitConf
         doubtful |= {violation.path for violation in refused}
         config = repaired(ours, error, RefitConfig)
     job = job_of(config, document=document.values, resolve_transport=resolve_transport)
-    found += broken_rules(job, doubtful=frozenset(doubtful))
+    found += broken_rules(job, purpose=purpose, doubtful=frozenset(doubtful))
     told = {violation.path for violation in found}
     found = [violation for violation in found if document.root_of(violation.path) not in told - {violation.path}]
     if found:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from refit_transport.config import rules_limits, rules_parallel, rules_run
 from refit_transport.config.facts import Job
@@ -15,14 +16,17 @@ from refit_transport.config.paths import CLUSTER, COLOCATED, GENERATION, MEGATRO
 from refit_transport.errors import Violation
 
 Check = Callable[[Job], Iterable[Violation]]
+Purpose = Literal["run", "plan"]
+"""What a configuration is checked for. Planning needs no more of a model than its outline."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A check and the keys that it reads, a section standing for all its keys."""
+    """A check and the keys that it reads, a section standing for all its keys; and what it is needed for."""
 
     check: Check
     reads: tuple[str, ...]
+    purposes: tuple[Purpose, ...] = ("run", "plan")
 
 
 def _keys(section: str, names: str) -> tuple[str, ...]:
@@ -53,7 +57,7 @@ RULES: tuple[Rule, ...] = (
     Rule(rules_limits.not_colocated, reads=(f"{COLOCATED}.enabled",)),
     Rule(rules_limits.vllm_generates, reads=(_GENERATES,)),
     Rule(rules_limits.megatron_trains, reads=(_TRAINS,)),
-    Rule(rules_limits.architecture_is_trained, reads=_SHAPE),
+    Rule(rules_limits.architecture_is_trained, reads=_SHAPE, purposes=("run",)),
     Rule(rules_limits.engine_is_synchronous, reads=(f"{VLLM}.async_engine", "grpo.async_grpo.enabled")),
     Rule(rules_limits.commit_is_available, reads=_of_both("commit")),
     Rule(rules_limits.vllm_precision_is_plain, reads=(f"{VLLM}.precision",)),
@@ -81,10 +85,10 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def broken_rules(job: Job, *, doubtful: frozenset[str] = frozenset()) -> Iterator[Violation]:
+def broken_rules(job: Job, *, purpose: Purpose = "run", doubtful: frozenset[str] = frozenset()) -> Iterator[Violation]:
     """Every violation of every rule whose keys are all readable; `doubtful` are the keys that aren't."""
     for rule in RULES:
-        if not any(touches(read, key) for read in rule.reads for key in doubtful):
+        if purpose in rule.purposes and not any(touches(read, key) for read in rule.reads for key in doubtful):
             yield from rule.check(job)
 
 

@@ -92,7 +92,7 @@ def training_cuts_tensors_evenly(job: Job) -> Iterator[Violation]:
     """Tensor parallelism divides heads and FFN width."""
     megatron, model = job.config.policy.megatron_cfg, job.model
     if megatron.enabled and model is not None:
-        misfits = dense_width_misfits(model, "source", tensor=megatron.tensor_model_parallel_size)
+        misfits = dense_width_misfits(model, "source", tensor=megatron.tensor_model_parallel_size, spec="local")
         yield from _trained(misfits, _DIVISOR)
 
 

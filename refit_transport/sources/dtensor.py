@@ -102,6 +102,10 @@ class StateDictSource:
         """None: the tensors are the live ones."""
         return ()
 
+    def stored(self, _: Mapping[str, torch.Tensor], /) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """None, as there are no copies."""
+        return iter(())
+
     def _held(self, rank: int) -> Iterator[_Held]:
         return _held(self._state()) if self._names is None else _held_by_module(self._state(), self._names, rank)
 

@@ -10,6 +10,7 @@ from typing import Self
 import numpy as np
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import nn
 
 from refit_transport.errors import LayoutError
@@ -116,13 +117,14 @@ class MegatronSource:
         for index, (chunk, found) in enumerate(zip(self._chunks, described, strict=True)):
             live = _LiveTensors.of(_named_tensors(chunk, index))
             zero_centered = bool(getattr(getattr(chunk, "config", None), "layernorm_zero_centered_gamma", False))
+            flagging = _flagging(chunk)
             seen: dict[str, int] = {}
             for each in found:
                 memory, shard = _memory(each, live, rank), each.shard(rank)
                 seen[memory.live.name] = seen.get(memory.live.name, 0) + each.sharded.data.numel()
                 placed_here = self._naming.place(shard, drafts=drafts)
                 _check_cut(each.sharded, rank)
-                if self._naming.flagged(shard):
+                if self._naming.flagged(shard) or id(memory.live.tensor) in flagging:
                     _check_flags(each.sharded, memory.live.tensor, rank)
                 shift = self._naming.shift(shard, zero_centered=zero_centered)
                 memory = self._copy(memory, shift) if shift else memory
@@ -146,19 +148,24 @@ class MegatronSource:
         return found
 
     def copies(self) -> Collection[str]:
-        """The buffers that are copies of parameters which Megatron stores in another form; see `write_back`."""
+        """The buffers that are copies of parameters which Megatron stores in another form."""
         return self._shifted.keys()
 
     def stored_in(self, buffer: str) -> str:
         """The parameter whose elements a buffer of this source holds: itself, or the one that it is a copy of."""
         return self._shifted[buffer].of if buffer in self._shifted else buffer
 
+    def stored(self, copies: Mapping[str, torch.Tensor], /) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """For each copy with these values: its parameter's buffer name, the parameter, and what that has to store."""
+        live = {name: tensor for i, chunk in enumerate(self._chunks) for name, tensor in _named_tensors(chunk, i)}
+        for name, values in copies.items():
+            shifted = self._shifted[name]
+            yield shifted.of, live[shifted.of].detach(), values - shifted.by
+
     def write_back(self) -> None:
         """Gives the parameters what was written into their copies among `buffers`."""
-        live = {name: tensor for i, chunk in enumerate(self._chunks) for name, tensor in _named_tensors(chunk, i)}
-        with torch.no_grad():
-            for shifted in self._shifted.values():
-                live[shifted.of].copy_(shifted.copy - shifted.by)
+        for _, parameter, values in self.stored({name: shifted.copy for name, shifted in self._shifted.items()}):
+            parameter.copy_(values)
 
     def _copy(self, memory: _Memory, shift: int) -> _Memory:
         name = f"{memory.live.name}{shift:+d}"
@@ -268,6 +275,12 @@ def _check_cut(sharded: ShardedTensor, rank: int) -> None:
         local, whole = sharded.local_shape[dim], sharded.global_shape[sharded.prepend_axis_num + dim]
         if local * count != whole:
             raise LayoutError(sharded.key, rank, f"{count} shards of {whole} in dim {dim}", f"a shard of {local}")
+
+
+def _flagging(chunk: nn.Module) -> set[int]:
+    """The parameters, by id, of Megatron's own tensor-parallel layers, which flag what they cut, also in experts."""
+    layers = (each for each in chunk.modules() if isinstance(each, (ColumnParallelLinear, RowParallelLinear)))
+    return {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}
 
 
 def _check_flags(sharded: ShardedTensor, parameter: torch.Tensor, rank: int) -> None:

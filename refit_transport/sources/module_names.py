@@ -1,32 +1,19 @@
-"""Names and stacking of transformers' modules <-> canonical tensors. Pure.
+"""The entries of a transformers module's state dict, with the canonical tensors in them and their sizes. Pure.
 
-transformers 5 keeps a layer's experts in two or three stacked parameters, gate and up in one, and calls some modules
-otherwise than the checkpoint does. What a checkpoint has is in the model's outline; here stands how a module has it.
+What a checkpoint has is in the model's outline; how a module names and stacks it, in `layout.module_entries`.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
 from refit_transport.errors import LayoutError
 from refit_transport.layout.fusion import Fusion, Part
 from refit_transport.layout.manifest import Piece, TensorSpec
+from refit_transport.layout.module_entries import by_entry, renamed
 from refit_transport.layout.presets.model import LogicalModel, LogicalTensor
-
-# Checkpoint names on the left.
-_RENAMED = (
-    (re.compile(r"^backbone\."), "model."),
-    (re.compile(r"\.block_sparse_moe\."), ".mlp."),
-    (re.compile(r"^language_model\.model\."), "model.language_model."),
-    (re.compile(r"^vision_tower\.vision_model\."), "model.vision_tower."),
-    (re.compile(r"^multi_modal_projector\."), "model.multi_modal_projector."),
-)
-_EXPERTS = re.compile(r"^(?P<prefix>.*\.experts)\.(?P<projection>\w+)\.weight$")
-# Mixtral's are gate, up and down too.
-_PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +52,11 @@ class ModuleNames:
         >>> names.entries["model.layers.0.mlp.experts.gate_up_proj"].shape
         (4, 12, 8)
         """
-        grouped: dict[str, list[LogicalTensor]] = {}
-        names = frozenset(tensor.name for tensor in model.main)
-        for tensor in model.main:
-            grouped.setdefault(_entry(tensor.name, names), []).append(tensor)
-        entries = {name: ModuleTensor(name, _stacked(tensors), tuple(tensors)) for name, tensors in grouped.items()}
+        known = {tensor.name: tensor for tensor in model.main}
+        grouped = {entry: tuple(known[name] for name in names) for entry, names in by_entry(known).items()}
+        entries = {name: ModuleTensor(name, _stacked(tensors), tensors) for name, tensors in grouped.items()}
         others = (tensor for tensor in model.tensors if tensor.part == "vision")
-        return cls(model.architecture, entries, frozenset(_renamed(tensor.name) for tensor in others))
+        return cls(model.architecture, entries, frozenset(renamed(tensor.name) for tensor in others))
 
     def check_shape(self, name: str, shape: tuple[int, ...], rank: int) -> ModuleTensor:
         """The entry of that name.
@@ -98,23 +83,7 @@ class ModuleNames:
             )
 
 
-def _entry(name: str, names: frozenset[str]) -> str:
-    match = _EXPERTS.match(name)
-    if match is None:
-        return _renamed(name)
-    projection = _PROJECTIONS.get(match["projection"], match["projection"])
-    gated = any(f"{match['prefix']}.{gate}.weight" in names for gate in ("gate_proj", "w1"))
-    stacked = "gate_up_proj" if gated and projection != "down_proj" else projection
-    return f"{_renamed(match['prefix'] + '.')}{stacked}"
-
-
-def _renamed(name: str) -> str:
-    for pattern, replacement in _RENAMED:
-        name = pattern.sub(replacement, name)
-    return name
-
-
-def _stacked(tensors: list[LogicalTensor]) -> tuple[int, ...]:
+def _stacked(tensors: Sequence[LogicalTensor]) -> tuple[int, ...]:
     shape = list(tensors[0].shape)
     if len(tensors) > 1:
         shape[1] = sum(tensor.shape[1] for tensor in tensors)

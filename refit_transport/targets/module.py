@@ -6,7 +6,6 @@ tensor parallel ones too, `sources.megatron.MegatronSource` a Megatron model. Re
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from refit_transport.errors import LayoutError
 from refit_transport.layout.box import Box, Span
 from refit_transport.layout.canonical import canonical_name
 from refit_transport.layout.manifest import Piece, RankManifest, TensorSpec
+from refit_transport.layout.module_entries import by_entry
 from refit_transport.layout.pieces import within
 from refit_transport.memory import overlaps_itself
 from refit_transport.planning.overlap import atoms_of, boxes_to_array, inside
@@ -37,21 +37,10 @@ class Description(Protocol):
         """The live tensors that the pieces point into, by buffer name."""
 
     def copies(self) -> Collection[str]:
-        """The buffers that are no live tensors but copies in another form, into which nothing can be received."""
+        """The buffers that are no live tensors but copies in another form."""
 
-
-# Modules of transformers 5 fuse the experts of a layer: [experts, gate rows | up rows, hidden]. A checkpoint has them
-# apart, and Mixtral under names of its own. Which of these a source has is for its manifest to say.
-_FUSED: tuple[tuple[re.Pattern[str], tuple[str, ...]], ...] = tuple(
-    (re.compile(pattern), names)
-    for pattern, names in (
-        (r"\.experts\.gate_up_proj$", (".experts.gate_proj.weight", ".experts.up_proj.weight")),
-        (r"\.experts\.(up|down)_proj$", (r".experts.\1_proj.weight",)),
-        (r"\.mlp\.experts\.gate_up_proj$", tuple(f".block_sparse_moe.experts.{name}.weight" for name in ("w1", "w3"))),
-        (r"\.mlp\.experts\.down_proj$", (".block_sparse_moe.experts.w2.weight",)),
-        (r"\.mlp\.gate\.weight$", (".block_sparse_moe.gate.weight",)),
-    )
-)
+    def stored(self, copies: Mapping[str, torch.Tensor], /) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """For each copy with these values: the name of the tensor that it is of, that live tensor, and its values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +65,8 @@ class _Part:
 class DescribedTarget:
     """Implements `targets.base.Target` on the tensors that `described` describes; refits leave the names in `kept`.
 
-    Elements of a described buffer that belong to no tensor are padding, and zero after each refit.
+    Elements of a described buffer that belong to no tensor are padding, and zero after each refit. What is stored in
+    another form (norms that Megatron stores less 1) is received beside the model, and stored at the end of the refit.
     """
 
     def __init__(self, described: Description, *, kept: Collection[str] = ()) -> None:
@@ -84,27 +74,30 @@ class DescribedTarget:
         self._kept = frozenset(kept)
         self._pieces: dict[str, list[Piece]] = {}
         self._padding: dict[str, tuple[Box, ...]] = {}
+        self._received: dict[str, torch.Tensor] = {}
+        self._is_filled = False
 
     def manifest(self, rank: int, tensors: Sequence[TensorSpec]) -> RankManifest:
         """See `targets.base.Target`; the source's tensors that aren't described here are ignored.
 
         Raises:
             LayoutError: a described tensor that the source lacks, that isn't kept and that shares no memory with one
-                that the source has; one of another shape; memory that two of its elements share; or a copy instead of
-                live memory (norms that Megatron stores less 1).
+                that the source has; one of another shape; or memory that two of its elements share.
         """
         own, buffers = self._described.manifest(rank), self._described.buffers()
-        copies = frozenset(self._described.copies())
         known = {spec.name: spec for spec in tensors}
-        parts = {spec.name: _parts(spec, known, rank) for spec in own.tensors if spec.name not in self._kept}
+        entries = by_entry(known)
+        parts = {
+            spec.name: _parts(spec, [known[name] for name in _filling(spec.name, known, entries)], rank)
+            for spec in own.tensors
+            if spec.name not in self._kept
+        }
         wanted = [piece for piece in own.pieces if parts.get(piece.tensor)]
         filled = {_memory(piece, buffers) for piece in wanted}
         for piece in own.pieces:
             unfilled = piece.tensor not in self._kept and not parts[piece.tensor]
             if unfilled and _memory(piece, buffers) not in filled:
                 raise LayoutError(piece.tensor, rank, "a tensor that the source has, or one that is kept", "neither")
-            if piece.buffer in copies:
-                raise LayoutError(piece.tensor, rank, "a live tensor to receive into", f"the copy {piece.buffer}")
             if overlaps_itself(buffers[piece.buffer]):
                 got = f"{list(buffers[piece.buffer].shape)} strided {list(buffers[piece.buffer].stride())}"
                 raise LayoutError(piece.tensor, rank, "memory of its own for each element", got)
@@ -118,13 +111,19 @@ class DescribedTarget:
                 if inner is not None:
                     self._pieces.setdefault(part.spec.name, []).append(inner)
         self._padding = _padding(own, buffers, rank)
+        wanted_buffers = {piece.buffer for piece in wanted}
+        self._received = {
+            name: torch.zeros_like(buffers[name]) for name in self._described.copies() if name in wanted_buffers
+        }
+        self._is_filled = False
         pieces = tuple(piece for found in self._pieces.values() for piece in found)
         return RankManifest(rank, "target", tuple(specs.values()), pieces)
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
         """See `targets.base.Target`."""
         names = {piece.buffer for found in self._pieces.values() for piece in found}
-        return {name: tensor for name, tensor in self._described.buffers().items() if name in names}
+        live = {name: tensor for name, tensor in self._described.buffers().items() if name in names}
+        return live | self._received
 
     def private_layers(self) -> Mapping[str, str]:
         """None: the tensors are what is used."""
@@ -148,34 +147,39 @@ class DescribedTarget:
                     view.copy_(box_view(whole, around, common))
 
     def finish(self) -> None:
-        """Zeroes the padding."""
+        """Zeroes the padding, and stores what was received beside the model."""
+        with torch.no_grad():
+            for _, live, values in self._described.stored(self._received):
+                live.copy_(values)
+        self._is_filled = True
         buffers = self._described.buffers()
         for name, boxes in self._padding.items():
             for box in boxes:
                 box_view(buffers[name], Box.full(buffers[name].shape), box).zero_()
 
     def served(self) -> Mapping[str, torch.Tensor]:
-        """All buffers."""
-        return self.buffers()
+        """All buffers but those received beside the model."""
+        return {name: tensor for name, tensor in self.buffers().items() if name not in self._received}
 
     def derived(self) -> Iterator[Derived]:
-        """None."""
-        return iter(())
+        """What is stored in another form, once it has been received."""
+        if self._is_filled:
+            for name, live, values in self._described.stored(self._received):
+                yield Derived(name, live, values)
 
 
-def _parts(spec: TensorSpec, known: Mapping[str, TensorSpec], rank: int) -> tuple[_Part, ...]:
-    """The source's tensors that fill a described one, together all of it; none when the source hasn't got them."""
-    if spec.name in known:
-        return _stacked(spec, (known[spec.name],), rank)
-    for pattern, names in _FUSED:
-        filling = [pattern.sub(name, spec.name) for name in names] if pattern.search(spec.name) else []
-        if filling and all(name in known for name in filling):
-            return _stacked(spec, [known[name] for name in filling], rank)
-    return ()
+def _filling(name: str, known: Collection[str], entries: Mapping[str, Sequence[str]]) -> Sequence[str]:
+    """The source's tensors in a described one, which has a checkpoint's name or that of a transformers module."""
+    return (name,) if name in known else entries.get(name, ())
 
 
-def _stacked(spec: TensorSpec, filling: Sequence[TensorSpec], rank: int) -> tuple[_Part, ...]:
-    """Tensors that lie behind each other in dim 1 of the described one, or the one that is all of it."""
+def _parts(spec: TensorSpec, filling: Sequence[TensorSpec], rank: int) -> tuple[_Part, ...]:
+    """The source's tensors that fill a described one, together all of it; none when the source hasn't got them.
+
+    They lie behind each other in dim 1, unless it is one.
+    """
+    if not filling:
+        return ()
     parts, start = [], 0
     for each in filling:
         shape = each.shape

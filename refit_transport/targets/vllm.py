@@ -25,6 +25,7 @@ from refit_transport.targets.vllm_layers import (
     KernelTensors,
     Layer,
     Orphan,
+    derived_anew,
     layers_of,
     like,
     on_meta,
@@ -126,7 +127,7 @@ class VllmTarget:
                     if orphan.layer is layer and (parameter := layer.live(orphan.slot)) is not None:
                         orphan.buffer.copy_(parameter.data.view(orphan.buffer.shape))
                 process(layer, dtype)
-                kernel.settle(layer.module)
+                kernel.settle()
 
     def served(self) -> Mapping[str, torch.Tensor]:
         """See `targets.base.Target`: without the parameters of private layers, and what composed ones are made of."""
@@ -135,13 +136,22 @@ class VllmTarget:
         return {name: tensor for name, tensor in self.buffers().items() if name not in apart}
 
     def derived(self) -> Iterator[Derived]:
-        """See `targets.base.Target`: composed parameters, once something has been received to make them of."""
-        if not self._is_filled:
-            return
-        with set_current_vllm_config(self._config):
-            made = self._composed.computed(self._model.load_weights)  # type: ignore[arg-type]
+        """See `targets.base.Target`: composed parameters, and what attention derives, as MLA's absorbed projections.
+
+        Without what attention derives from a layer whose own layout the engine keeps: it is as unknown as that layer's
+        weights. Composed parameters come once something has been received to make them of.
+        """
+        with set_current_vllm_config(self._config), torch.no_grad():
+            made = self._composed.computed(self._model.load_weights) if self._is_filled else {}  # type: ignore[arg-type]
         for name, recomputed in made.items():
             yield Derived(name, self._composed.live(name), recomputed)
+        private = {id(layer.module) for layer in self._layers if self._remedy(layer)}
+        for layer in self._layers:
+            if not layer.processes_attention or any(id(module) in private for module in layer.module.modules()):
+                continue
+            with set_current_vllm_config(self._config), torch.no_grad():
+                found = tuple(derived_anew(layer, self._config.model_config.dtype))
+            yield from found
 
     def _known(self) -> LoadedModel:
         if self._loaded is None:

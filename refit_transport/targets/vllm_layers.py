@@ -20,6 +20,8 @@ from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS, SKIP_TENSORS
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
+from refit_transport.checksum import Derived
+
 # vLLM lists the router's correction bias as never loaded because its reload keeps it in place; loaders do fill it.
 _NEVER_LOADED = frozenset(SKIP_LOAD_TENSORS) - {"e_score_correction_bias"}
 
@@ -188,36 +190,67 @@ def _replace(current: dict[str, Any], saved: dict[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class KernelTensors:
-    """The tensors that a layer computes with: parameters, buffers and tensors kept as plain attributes."""
+    """The tensors that a layer computes with, by who holds them: its parameters, its buffers, the attributes of it and
+    of its attention's implementation.
+    """
 
-    parameters: Mapping[str, torch.Tensor | None]
-    buffers: Mapping[str, torch.Tensor | None]
-    attributes: Mapping[str, torch.Tensor]
+    held: tuple[tuple[dict[str, Any], Mapping[str, torch.Tensor]], ...]
 
     @classmethod
     def of(cls, module: nn.Module) -> KernelTensors:
-        attributes = {name: value for name, value in vars(module).items() if isinstance(value, torch.Tensor)}
-        return cls(dict(module._parameters), dict(module._buffers), attributes)
+        """Those that the module has now."""
+        implementation = getattr(vars(module).get("impl"), "__dict__", {})
+        owners: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module), implementation)
+        return cls(
+            tuple(
+                (owner, {name: value for name, value in owner.items() if isinstance(value, torch.Tensor)})
+                for owner in owners
+            )
+        )
 
-    def settle(self, module: nn.Module) -> None:
-        """Moves freshly processed values into these tensors' storage and puts them back into the module.
+    def settle(self) -> None:
+        """Moves freshly processed values into these tensors' storage and puts them back where they were.
 
         Captured graphs and other holders of addresses stay right. A tensor whose shape, strides or dtype changed
         can't keep its address; the new one stays.
         """
-        _settle(self.parameters, module._parameters)
-        _settle(self.buffers, module._buffers)
-        _settle(self.attributes, vars(module))
+        for owner, name, old, new in self._replaced():
+            if (old.shape, old.stride(), old.dtype, old.device) == (new.shape, new.stride(), new.dtype, new.device):
+                old.data.copy_(new.data)
+                owner[name] = old
+
+    def put_back(self) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Undoes what has replaced these tensors since; returns the name of each, itself and its replacement."""
+        found = [(name, old, new) for _, name, old, new in self._replaced()]
+        for owner, held in self.held:
+            owner.update(held)
+        return found
+
+    def _replaced(self) -> Iterator[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]]:
+        for owner, held in self.held:
+            for name, old in held.items():
+                new = owner.get(name)
+                if isinstance(new, torch.Tensor) and new is not old:
+                    yield owner, name, old, new
 
 
-def _settle(before: Mapping[str, torch.Tensor | None], now: dict[str, Any]) -> None:
-    for name, old in before.items():
-        new = now.get(name)
-        if old is None or new is None or new is old:
-            continue
-        if (old.shape, old.stride(), old.dtype, old.device) == (new.shape, new.stride(), new.dtype, new.device):
-            old.data.copy_(new.data)
-            now[name] = old
+def derived_anew(layer: Layer, dtype: torch.dtype) -> Iterator[Derived]:
+    """What an attention layer has derived from weights, and what its processing makes of these weights now.
+
+    Afterwards the layer is as before. Scalars are left out: they are scales of caches and come from no weight.
+    """
+    parameters, formed = layer.module._parameters, {slot.attribute for slot in layer.slots}
+    before = KernelTensors.of(layer.module)
+    try:
+        # What exists beforehand would be overwritten in place.
+        for name in [name for name in parameters if name not in formed and parameters[name] is not None]:
+            del parameters[name]
+        layer.module.process_weights_after_loading(dtype)  # type: ignore[operator]
+    finally:
+        made = before.put_back()
+    for name, served, recomputed in made:
+        if served.dim() > 0:
+            yield Derived(f"{layer.name}.{name}", served.data, recomputed.data)
 
 
 def process(layer: Layer, dtype: torch.dtype) -> None:

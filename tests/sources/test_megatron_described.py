@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from megatron_checks import assemble
-from megatron_described import MOE, described, drafting, grouped, stacked
+from megatron_described import MOE, described, drafting, grouped, hiding, stacked
 from megatron_ranks import Snapshot
 from preset_checks import contents
 from rank_pool import RankPool
@@ -62,6 +64,23 @@ def test_a_parameter_per_expert(two_ranks: RankPool, cut: MegatronParallelism) -
             assert np.array_equal(found[f"{name}.up_proj.weight"][rows], fc1[width:])
             assert np.array_equal(found[f"{name}.down_proj.weight"][:, rows], fc2)
     assert len(found) == 3 * MOE["num_experts"]
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("one by one", ""),
+        ("one by one, down", r"linear_fc2.weight: rank {}: .*flagged as tensor-parallel in dim 1 \(local 256 of 512\)"),
+        ("grouped, up", r"linear_fc1.weight: rank {}: .*\[4, 1024, 8\].*model config.*got \[4, 512, 8\]"),
+        ("grouped, down", r"linear_fc2.weight: rank {}: .*\[4, 8, 512\].*model config.*got \[4, 8, 256\]"),
+    ],
+)
+def test_a_shard_that_does_not_show_that_it_is_one_is_refused(two_ranks: RankPool, kind: str, message: str) -> None:
+    """Experts of 512 columns over two ranks: of Megatron's flags, or as a description says it where one is missing."""
+    for rank, found in enumerate(two_ranks.run(hiding, kind=kind)):
+        assert re.search(message.format(rank), found), found
+        assert bool(found) is bool(message)
 
 
 @pytest.mark.e2e

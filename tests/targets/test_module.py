@@ -118,6 +118,7 @@ CASES = {
         MegatronParallelism(2, sequence_parallel=True),
     ),
     "moe by experts": ({"kind": "qwen3_moe"}, MegatronParallelism(pipeline=2), MegatronParallelism(1, expert=2)),
+    "zero-centred": ({}, MegatronParallelism(pipeline=2), MegatronParallelism(2, sequence_parallel=True)),
 }
 
 
@@ -132,18 +133,25 @@ def test_a_megatron_model_for_generation_follows_training(tmp_path, four_ranks: 
         parallelism=[source, target],
         ports=[free_port(), free_port()],
         vocab=overrides.get("vocab_size", 256),
+        zero_centered=case == "zero-centred",
         timeout_s=180.0,
     )
     trained, generating = outcomes[:2], outcomes[2:]
     for number in range(len(outcomes[0].exported)):
         wanted = _joined(outcome.exported[number] for outcome in trained)
         found = _joined(outcome.exported[number] for outcome in generating)
+        if case == "zero-centred":
+            wanted = {name: value - 1 if "norm" in name else value for name, value in wanted.items()}
         assert found.keys() == wanted.keys()
         assert [name for name in wanted if (found[name] != wanted[name]).any()] == []
         assert [outcome.padding[number] for outcome in generating] == [0.0, 0.0]
     first, _, again = (_joined(outcome.exported[number] for outcome in generating) for number in range(3))
     assert all((first[name] == again[name]).all() for name in first)
+    # What is stored in another form is compared too, from the second comparison on.
+    assert outcomes[0].differing == [0, 0, 0, 2 if case == "zero-centred" else 0]
     loaded = {name: value.float().numpy() for name, value in checkpoint_tensors(folders[0]).items()}
+    if case == "zero-centred":
+        loaded = {name: value - 1 if "norm" in name else value for name, value in loaded.items()}
     assert all((first[name] == loaded[name]).all() for name in loaded.keys() & first.keys())
     assert len(loaded.keys() & first.keys()) > 20
 
@@ -170,6 +178,10 @@ class _Described:
 
     def copies(self):
         return [name for name in self._buffers if name.endswith("-1")]
+
+    def stored(self, copies, /):
+        for name, values in copies.items():
+            yield name.removesuffix("-1"), self._buffers[name.removesuffix("-1")], values - 1
 
 
 RANK = 3
@@ -235,7 +247,27 @@ def test_whole_tensors_are_loaded_expert_by_expert_into_fused_parameters():
         assert torch.equal(fused[expert], torch.cat([tensors[f"m.experts.{expert}.{part}.weight"] for part in parts]))
 
 
-def test_nothing_is_received_into_a_copy():
-    described = _Described(Piece("w", Box.full((3,)), "w-1", 0, (1,)), shapes={"w": (3,)}, **{"w-1": torch.zeros(3)})
-    with pytest.raises(LayoutError, match="expected a live tensor to receive into, got the copy w-1"):
-        DescribedTarget(described).manifest(RANK, _specs(w=(3,)))
+def test_what_is_stored_in_another_form_is_received_beside_it_and_compared():
+    """A norm that is stored less 1, of values that adding 1 again wouldn't give back exactly."""
+    stored = torch.zeros(3, dtype=torch.bfloat16)
+    described = _Described(Piece("w", Box.full((3,)), "w-1", 0, (1,)), shapes={"w": (3,)}, w=stored)
+    described._buffers["w-1"] = torch.zeros(3, dtype=torch.bfloat16)
+    target = DescribedTarget(described)
+    target.manifest(RANK, _specs(w=(3,)))
+    assert list(target.derived()) == []
+    values = torch.tensor([0.01, 1.5, -2.0], dtype=torch.bfloat16)
+    for _ in range(2):
+        target.begin()
+        target.buffers()["w-1"].copy_(values)
+        described._buffers["w-1"].fill_(9)  # as a description does that is asked for its buffers in between
+        target.finish()
+        assert torch.equal(stored, values - 1)
+        assert not torch.equal(stored + 1, values)
+        assert target.served() == {}
+        [found] = target.derived()
+        assert (found.name, found.served.data_ptr()) == ("w", stored.data_ptr())
+        assert torch.equal(found.served, found.recomputed)
+        values = values + 1
+    stored[0] += 1
+    [found] = target.derived()
+    assert not torch.equal(found.served, found.recomputed)

@@ -120,6 +120,7 @@ def test_what_is_derived_follows_the_one_tensor_that_changes(loaded):
     assert deepseek["kept of e_score_correction_bias"] == ["e_score_correction_bias"]
     assert nemotron["kept of conv1d.weight"] == ["conv_weights", "weight"]
     assert nemotron["kept of A_log"] == ["A"]
+    assert nemotron["kept of mixer.D"] == ["D"]
 
 
 @pytest.mark.parametrize("kind", LOADED)

@@ -100,6 +100,18 @@ def test_packed_layers_are_found_by_proof(alone):
     assert "model.norm" not in private
 
 
+def test_what_a_kernel_pads_is_zero_after_each_refit(alone):
+    """Experts of 48 columns, which the stock kernel pads to 64 and packs in an order of its own."""
+    for mode, columns in (("stock", 64), ("plain", 48)):
+        after_each = alone[mode]["moe-bf16"]["experts"]
+        assert len(after_each) == 4
+        for weights in after_each:
+            assert len(weights) >= 2
+            assert [48 * elements for elements, _ in weights.values()] == [
+                columns * filled for _, filled in weights.values()
+            ]
+
+
 @pytest.mark.parametrize("case", [case for case in PLAIN if case != "dummy-bf16"])
 def test_plain_weights_are_proven_live(alone, case):
     assert alone["plain"][case]["private"] == {}

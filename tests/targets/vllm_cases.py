@@ -108,6 +108,13 @@ class Engine:
     def parameters(self) -> dict[str, torch.Tensor]:
         return {name: tensor.data.clone() for name, tensor in self.model.named_parameters()}
 
+    def experts(self) -> dict[str, list[int]]:
+        """How many elements the experts' weights have, and how many of them aren't zero."""
+        weights = {
+            name: tensor for name, tensor in self.parameters().items() if name.endswith(("w13_weight", "w2_weight"))
+        }
+        return {name: [tensor.numel(), int(torch.count_nonzero(tensor))] for name, tensor in weights.items()}
+
     def addresses(self) -> dict[str, int]:
         return {name: tensor.data_ptr() for name, tensor in self.model.named_parameters()}
 
@@ -171,11 +178,13 @@ def run(name: str, folder: Path) -> dict[str, Any]:
         "config": json.loads((b.folder / "config.json").read_text()),
         "source": [[spec.name, spec.shape, spec.dtype] for spec in b.specs()],
         "manifest changes nothing": engine.outputs() == first,
+        "experts": [],
     }
 
     def check(label: str) -> None:
         found[f"{label}: outputs"] = engine.outputs() == wanted
         found[f"{label}: parameters"] = equal(engine.parameters(), parameters)
+        found["experts"].append(engine.experts())
 
     refit(manifest, target, b.logical)
     check("A -> B by pieces")

@@ -102,6 +102,7 @@ PARTS = {
     "e_score_correction_bias": r"\.e_score_correction_bias$",
     "conv1d.weight": r"\.(conv1d\.(weight|_cpu_unpacked_conv_weight)|conv_weights)$",
     "A_log": r"\.(A|A_log)$",
+    "mixer.D": r"\.D$",
 }
 
 
@@ -260,7 +261,7 @@ def run(kind: str, folder: Path, port: int, spread: Spread) -> dict[str, Any]:
     found["compared"] = len(session.compare().first)
     composed = next(target.derived(), None)
     if composed is not None:
-        composed.served.view(-1)[-1] += 1
+        composed.served.add_(1)
     found["compared after a change"] = [str(found.tensor) for found in session.compare().first]
     found["moved tensors"] = [name for name, tensor in _kept(model.module) if tensor.data_ptr() != addresses[name]]
     found["tails"] = tails(model.module, enlarged(KINDS[kind])["vocab_size"])

@@ -11,6 +11,7 @@ from refit_transport.layout.presets.rows import (
     Rows,
     column,
     divided,
+    latent,
     norm,
     replicated,
     row,
@@ -58,14 +59,14 @@ def attention_sinks(facts: Facts) -> Rows:
 def latent_attention(facts: Facts) -> Rows:
     """Multi-head latent attention: down projections on every rank, up projections and the output by heads."""
     hidden, heads = facts.size("hidden_size"), facts.size("num_attention_heads")
-    latent, rope = facts.size("kv_lora_rank"), facts.size("qk_rope_head_dim")
+    latent_width, rope = facts.size("kv_lora_rank"), facts.size("qk_rope_head_dim")
     nope, value = facts.size("qk_nope_head_dim"), facts.size("v_head_dim")
     q = Block(heads * (nope + rope), heads, "attention heads")
     kv = Block(heads * (nope + value), heads, "attention heads")
     rank = facts.count("q_lora_rank")
     rows = (
         (
-            replicated("q_a_proj", rank, hidden, "attention"),
+            latent("q_a_proj", rank, hidden, "attention"),
             norm("q_a_layernorm", rank),
             column("q_b_proj", q, rank, "attention"),
         )
@@ -74,9 +75,9 @@ def latent_attention(facts: Facts) -> Rows:
     )
     return (
         *rows,
-        replicated("kv_a_proj_with_mqa", latent + rope, hidden, "attention"),
-        norm("kv_a_layernorm", latent),
-        column("kv_b_proj", kv, latent, "attention"),
+        latent("kv_a_proj_with_mqa", latent_width + rope, hidden, "attention"),
+        norm("kv_a_layernorm", latent_width),
+        column("kv_b_proj", kv, latent_width, "attention"),
         row("o_proj", hidden, Block(heads * value, heads, "attention heads"), "attention"),
     )
 

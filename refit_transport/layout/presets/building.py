@@ -14,6 +14,7 @@ from refit_transport.layout.manifest import Manifest, Piece, RankManifest, Role,
 from refit_transport.layout.parallelism import Misfit, Size
 from refit_transport.layout.presets.cuts import WHOLE, Cut, Vocabulary
 from refit_transport.layout.presets.model import LogicalModel, LogicalTensor
+from refit_transport.layout.presets.rows import Spec
 from refit_transport.layout.region import merge_boxes
 
 Place = TypeVar("Place", bound=Hashable)
@@ -119,15 +120,19 @@ def expert_training_misfits(model: LogicalModel, *, tensor: int, sequence_parall
         yield Misfit("sequence_parallel", sequence_parallel, reason)
 
 
-def width_misfits(model: LogicalModel, role: Role, *, tensor: int, expert_tensor: int) -> Iterator[Misfit]:
+def width_misfits(
+    model: LogicalModel, role: Role, *, tensor: int, expert_tensor: int, spec: Spec = "transformer_engine"
+) -> Iterator[Misfit]:
     """Every reason why so many ranks can't divide the model's tensors."""
-    yield from dense_width_misfits(model, role, tensor=tensor)
+    yield from dense_width_misfits(model, role, tensor=tensor, spec=spec)
     yield from expert_width_misfits(model, role, expert_tensor=expert_tensor)
 
 
-def dense_width_misfits(model: LogicalModel, role: Role, *, tensor: int) -> Iterator[Misfit]:
+def dense_width_misfits(
+    model: LogicalModel, role: Role, *, tensor: int, spec: Spec = "transformer_engine"
+) -> Iterator[Misfit]:
     """Tensor parallelism divides heads and the widths of everything but experts."""
-    return _width_misfits([each for each in model.main if not each.row.experts], role, "tensor", tensor)
+    return _width_misfits([each for each in model.main if not each.row.experts], role, "tensor", tensor, spec)
 
 
 def expert_width_misfits(model: LogicalModel, role: Role, *, expert_tensor: int) -> Iterator[Misfit]:
@@ -135,7 +140,9 @@ def expert_width_misfits(model: LogicalModel, role: Role, *, expert_tensor: int)
     return _width_misfits([each for each in model.main if each.row.experts], role, "expert_tensor", expert_tensor)
 
 
-def _width_misfits(tensors: Iterable[LogicalTensor], role: Role, size: Size, parts: int) -> Iterator[Misfit]:
-    cuts = dict.fromkeys(each.row.trained if role == "source" else each.row.served for each in tensors)
+def _width_misfits(
+    tensors: Iterable[LogicalTensor], role: Role, size: Size, parts: int, spec: Spec = "transformer_engine"
+) -> Iterator[Misfit]:
+    cuts = dict.fromkeys(each.row.trained_by(spec) if role == "source" else each.row.served for each in tensors)
     reasons = dict.fromkeys(cut.misfit(parts) for cut in cuts)
     return (Misfit(size, parts, reason) for reason in reasons if reason is not None)

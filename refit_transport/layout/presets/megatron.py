@@ -31,6 +31,7 @@ from refit_transport.layout.presets.building import (
     width_misfits,
 )
 from refit_transport.layout.presets.model import LogicalModel, LogicalTensor
+from refit_transport.layout.presets.rows import Spec
 
 
 def source_manifest(
@@ -41,8 +42,9 @@ def source_manifest(
     dtype: str = "bfloat16",
     first_rank: int = 0,
     make_vocab_size_divisible_by: int = 1,
+    spec: Spec = "transformer_engine",
 ) -> Manifest:
-    """The training side on ranks `first_rank` and up.
+    """The training side on ranks `first_rank` and up, which build layers of this spec.
 
     Every rank has the regions that `sources.megatron.MegatronSource` describes there, one piece for each rectangle,
     whatever parameters it lies in. Buffers are symbolic. Replicas (data and context parallelism) share their tuples.
@@ -59,9 +61,9 @@ def source_manifest(
     >>> next(piece.box for piece in manifest.ranks[3].pieces if "lm_head" in piece.tensor)
     Box.of((125, 250), (0, 64))
     """
-    require_fit(misfits(model, parallelism, world_size=world_size))
+    require_fit(misfits(model, parallelism, world_size=world_size, spec=spec))
     multiple = make_vocab_size_divisible_by * parallelism.tensor
-    pieces = Pieces({each.name: padded_to(each.row.trained, multiple) for each in model.main})
+    pieces = Pieces({each.name: padded_to(each.row.trained_by(spec), multiple) for each in model.main})
     places = [place_of(rank, parallelism, world_size=world_size) for rank in range(world_size)]
     stages = by_stage(model, stage_layers(model.layers, parallelism))
     held = {}
@@ -105,7 +107,9 @@ def training_misfits(model: LogicalModel, cut: MegatronParallelism, *, world_siz
     )
 
 
-def misfits(model: LogicalModel, cut: MegatronParallelism, *, world_size: int) -> tuple[Misfit, ...]:
+def misfits(
+    model: LogicalModel, cut: MegatronParallelism, *, world_size: int, spec: Spec = "transformer_engine"
+) -> tuple[Misfit, ...]:
     """Every reason why so many ranks can't hold the model so; empty when they can."""
     return tuple(size_misfits(cut)) or (
         *dense_rank_misfits(world_size, tensor=cut.tensor, pipeline=cut.pipeline),
@@ -118,7 +122,7 @@ def misfits(model: LogicalModel, cut: MegatronParallelism, *, world_size: int) -
             last_stage_layers=cut.last_stage_layers,
         ),
         *expert_misfits(model, expert=cut.expert, uneven="refused"),
-        *width_misfits(model, "source", tensor=cut.tensor, expert_tensor=cut.experts_over),
+        *width_misfits(model, "source", tensor=cut.tensor, expert_tensor=cut.experts_over, spec=spec),
     )
 
 

@@ -22,6 +22,10 @@ Group = Literal[
 ]
 
 
+Spec = Literal["transformer_engine", "local"]
+"""Whose layers Megatron builds a model of: TransformerEngine's, or its own, which need no GPU."""
+
+
 @dataclass(frozen=True, slots=True)
 class Packing:
     """What a checkpoint packs in one tensor: `dim` is `units` equal units, each of them these fields, in order.
@@ -39,10 +43,10 @@ class Row:
     """A kind of tensor inside a layer, or one outside of the layers.
 
     `name` follows the layer's prefix; `shape` is in elements. `trained` says how Megatron's tensor-parallel ranks
-    divide it, `served` how vLLM's do. With `experts` dim 0 counts experts: expert parallelism divides it, and the
-    expert-tensor ranks divide the rest. "mamba" also holds Gated DeltaNet. `packing` says what is packed in it. With
-    `inputs_first` a linear layer's last two dims are inputs and outputs, not the other way round. A norm that is
-    `zero_centered` scales by 1 more than it stores.
+    divide it, `served` how vLLM's do, `trained_locally` how Megatron's own layers do where that isn't `trained`. With
+    `experts` dim 0 counts experts: expert parallelism divides it, and the expert-tensor ranks divide the rest. "mamba"
+    also holds Gated DeltaNet. `packing` says what is packed in it. With `inputs_first` a linear layer's last two dims
+    are inputs and outputs, not the other way round. A norm that is `zero_centered` scales by 1 more than it stores.
     """
 
     name: str
@@ -54,6 +58,11 @@ class Row:
     packing: Packing | None = None
     inputs_first: bool = False
     zero_centered: bool = False
+    trained_locally: Cut | None = None
+
+    def trained_by(self, spec: Spec) -> Cut:
+        """How tensor-parallel ranks divide it that build layers of this spec."""
+        return self.trained_locally if spec == "local" and self.trained_locally is not None else self.trained
 
     def named(self, prefix: str) -> Row:
         """The same under a longer name."""
@@ -104,6 +113,11 @@ def column(name: str, block: Block, inner: int, group: Group, *, fields: tuple[i
 def row(name: str, outer: int, block: Block, group: Group) -> Row:
     """A linear layer [outer, block] whose inputs are divided."""
     return divided(f"{name}.weight", (outer, block.size), group, block, dim=1)
+
+
+def latent(name: str, outer: int, inner: int, group: Group) -> Row:
+    """A linear layer that every rank has; Megatron's own divides its outputs, and gathers them."""
+    return replace(replicated(name, outer, inner, group), trained_locally=Even(0, (width(outer, "latent width"),)))
 
 
 def replicated(name: str, outer: int, inner: int, group: Group) -> Row:
