@@ -235,6 +235,18 @@ def test_whole_tensors_are_loaded_expert_by_expert_into_fused_parameters():
         assert torch.equal(fused[expert], torch.cat([tensors[f"m.experts.{expert}.{part}.weight"] for part in parts]))
 
 
+def test_columns_in_turn_are_a_dim_of_their_own_in_the_source():
+    fused = torch.zeros(2, 3, 8)
+    target = DescribedTarget(_Described(m__experts__gate_up_proj=fused))
+    (piece,) = target.manifest(RANK, _specs(m__experts__gate_up_proj=(2, 3, 4, 2))).pieces
+    assert (piece.box, piece.strides) == (Box.full((2, 3, 4, 2)), (24, 8, 2, 1))
+    whole = torch.randn(2, 3, 8)
+    target.load([("m.experts.gate_up_proj", whole)])
+    assert torch.equal(fused, whole)
+    with pytest.raises(LayoutError, match=r"gate_up_proj: rank 3: .*\[2, 3, 4, 3\], got \[2, 3, 8\]"):
+        target.manifest(RANK, _specs(m__experts__gate_up_proj=(2, 3, 4, 3)))
+
+
 def test_nothing_is_received_into_a_copy():
     described = _Described(Piece("w", Box.full((3,)), "w-1", 0, (1,)), shapes={"w": (3,)}, **{"w-1": torch.zeros(3)})
     with pytest.raises(LayoutError, match="expected a live tensor to receive into, got the copy w-1"):
