@@ -52,7 +52,7 @@ class CheckpointReader:
             stored = self._files.read(entry.name, entry.stored(common))
             if entry.fields > 1:
                 fields = common.spans[-1]
-                stored = stored.unflatten(-1, (-1, entry.fields))[..., fields.start : fields.stop]
+                stored = stored.view(*stored.shape[:-1], -1, entry.fields)[..., fields.start : fields.stop]
             target.copy_(stored if entry.expert is None else stored[None])
 
     def _check_shape(self, entry: CheckpointEntry) -> None:

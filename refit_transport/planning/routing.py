@@ -113,8 +113,8 @@ def skipped_tensors(source: Iterable[str], taken: Collection[str]) -> Mapping[st
     multi-token prediction: no target drafts ('layers.1.w',)
     """
     last: dict[str, int] = {}
-    for match in filter(None, map(_LAYER.match, taken)):
-        last[match["layers"]] = max(last.get(match["layers"], 0), int(match["number"]))
+    for layer in filter(None, map(_LAYER.match, taken)):
+        last[layer["layers"]] = max(last.get(layer["layers"], 0), int(layer["number"]))
     drafts = any(name.startswith("mtp.") for name in taken)
     found: defaultdict[str, list[str]] = defaultdict(list)
     for name in source:

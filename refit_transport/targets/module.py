@@ -141,7 +141,7 @@ class DescribedTarget:
             found = canonical_name(name)
             spec = self._specs.get(found.tensor)
             if spec is not None and has_fields_in_turn(spec.name, spec.shape):
-                whole = whole.unflatten(-1, (-1, spec.shape[-1]))
+                whole = whole.view(*whole.shape[:-1], -1, spec.shape[-1])
             around = Box.full(whole.shape)
             if found.expert is not None:
                 whole, around = whole[None], Box((Span(found.expert, found.expert + 1), *around.spans))
