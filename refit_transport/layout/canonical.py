@@ -7,6 +7,7 @@ their own in the logical tensor: a checkpoint's [E, H, 2 x I] is [E, H, I, 2], t
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from refit_transport.layout.box import Box, Span
@@ -92,6 +93,16 @@ def checkpoint_entries(spec: TensorSpec) -> tuple[CheckpointEntry, ...]:
         )
         for index in range(spec.shape[0])
     )
+
+
+def stacks_in_turn(checkpoint_names: Iterable[str]) -> frozenset[str]:
+    """The stacked experts of a checkpoint whose last dim has gate and up in turn: those that have biases.
+
+    >>> sorted(stacks_in_turn(["a.experts.gate_up_proj", "b.experts.gate_up_proj", "b.experts.gate_up_proj_bias"]))
+    ['b.experts.gate_up_proj', 'b.experts.gate_up_proj_bias']
+    """
+    biases = [name for name in checkpoint_names if name.endswith(".experts.gate_up_proj_bias")]
+    return frozenset((*biases, *(name.removesuffix("_bias") for name in biases)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,9 @@ import torch
 from refit_transport.checksum import Derived
 from refit_transport.errors import LayoutError
 from refit_transport.layout.box import Box, Span
-from refit_transport.layout.canonical import canonical_name, checkpoint_entries, has_fields_in_turn
+from refit_transport.layout.canonical import canonical_name, has_fields_in_turn
 from refit_transport.layout.manifest import Piece, RankManifest, TensorSpec
-from refit_transport.layout.pieces import split_last, within
+from refit_transport.layout.pieces import within
 from refit_transport.memory import overlaps_itself
 from refit_transport.planning.overlap import atoms_of, boxes_to_array, inside
 from refit_transport.targets.strided import StridedView, locate
@@ -56,23 +56,21 @@ _FUSED: tuple[tuple[re.Pattern[str], tuple[str, ...]], ...] = tuple(
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A source's tensor and the window of one described tensor that it fills, where it may have fields in turn."""
+    """A source's tensor and the window of one described tensor that it fills."""
 
     spec: TensorSpec
     window: Box
 
-    def of(self, piece: Piece) -> Iterable[Piece]:
-        """What of a described tensor's piece lies in the window, as pieces of the source's tensor."""
+    def of(self, piece: Piece) -> Piece | None:
+        """What of a described tensor's piece lies in the window, as a piece of the source's tensor."""
         inner = within(piece, self.window)
         if inner is None:
-            return ()
+            return None
         spans = (
             Span(span.start - start, span.stop - start)
             for span, start in zip(inner.box.spans, self.window.offset, strict=True)
         )
-        named = replace(inner, tensor=self.spec.name, box=Box(tuple(spans)))
-        in_turn = len(self.spec.shape) > len(self.window.spans)
-        return split_last(named, self.spec.shape[-1]) if in_turn else (named,)
+        return replace(inner, tensor=self.spec.name, box=Box(tuple(spans)))
 
 
 class DescribedTarget:
@@ -117,7 +115,9 @@ class DescribedTarget:
             for part in parts[piece.tensor]:
                 if specs.setdefault(part.spec.name, part.spec) != part.spec:
                     raise LayoutError(part.spec.name, rank, str(specs[part.spec.name]), str(part.spec))
-                self._pieces.setdefault(part.spec.name, []).extend(part.of(piece))
+                inner = part.of(piece)
+                if inner is not None:
+                    self._pieces.setdefault(part.spec.name, []).append(inner)
         self._padding = _padding(own, buffers, rank)
         pieces = tuple(piece for found in self._pieces.values() for piece in found)
         return RankManifest(rank, "target", tuple(specs.values()), pieces)
@@ -141,7 +141,7 @@ class DescribedTarget:
             found = canonical_name(name)
             spec = self._specs.get(found.tensor)
             if spec is not None and has_fields_in_turn(spec.name, spec.shape):
-                whole = whole.view(*whole.shape[:-1], -1, spec.shape[-1])
+                whole = whole.view(spec.shape)
             around = Box.full(whole.shape)
             if found.expert is not None:
                 whole, around = whole[None], Box((Span(found.expert, found.expert + 1), *around.spans))
@@ -170,10 +170,7 @@ class DescribedTarget:
 def _parts(spec: TensorSpec, known: Mapping[str, TensorSpec], rank: int) -> tuple[_Part, ...]:
     """The source's tensors that fill a described one, together all of it; none when the source hasn't got them."""
     if spec.name in known:
-        mine = known[spec.name]
-        if has_fields_in_turn(mine.name, mine.shape) and spec.shape == checkpoint_entries(mine)[0].shape:
-            return (_Part(replace(mine, dtype=spec.dtype), spec.box),)
-        return _stacked(spec, (mine,), rank)
+        return _stacked(spec, (known[spec.name],), rank)
     for pattern, names in _FUSED:
         filling = [pattern.sub(name, spec.name) for name in names] if pattern.search(spec.name) else []
         if filling and all(name in known for name in filling):
