@@ -27,6 +27,7 @@ MIB = 1 << 20
     [
         ("Qwen3-235B-A22B", 8, 3),
         pytest.param("GLM-4.5", 8, 7, marks=pytest.mark.nightly),
+        pytest.param("DeepSeek-V3", 8, 3, marks=pytest.mark.nightly),
         pytest.param("NemotronH-47B", 4, 3, marks=pytest.mark.nightly),
     ],
 )
