@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from refit_transport.config.model import logical_model
@@ -118,6 +118,7 @@ def preview(config: RefitConfig, *, announce: Announce) -> Preview:
     plan = RefitPlan(job)
     announce("planning the same by gather and broadcast")
     summary = plan.summary()
+    summary = replace(summary, skipped={**summary.skipped, **logical_model(config).left_out()})
     for name, transport in plan.transports.items():
         announce(f"checking the schedule of {name}")
         transport.check()

@@ -9,7 +9,7 @@ from functools import cached_property
 from refit_transport.layout.wire import digest
 from refit_transport.planning.plan import PlannedTensor
 from refit_transport.planning.planner import check_sides_agree, plan_transfer
-from refit_transport.planning.routing import route_tensors
+from refit_transport.planning.routing import route_tensors, skipped_tensors
 from refit_transport.report import PlanSummary
 from refit_transport.scheduling.schedule import Traffic
 from refit_transport.transports.base import Footprint, Job, Transport
@@ -75,9 +75,9 @@ class RefitPlan:
     def summary(self) -> PlanSummary:
         """The planned bytes beside those of `old_way`."""
         names = {route.tensor for route in self.routes}
-        unused = [spec.name for spec in self.job.source.tensors if spec.name not in names]
+        skipped = skipped_tensors((spec.name for spec in self.job.source.tensors), names)
         traffic = {name: transport.traffic() for name, transport in self.transports.items()}
-        return PlanSummary.of(traffic, self.old_way, self.routes, self.tensor_bytes, unused)
+        return PlanSummary.of(traffic, self.old_way, self.routes, self.tensor_bytes, skipped)
 
     @cached_property
     def verifier(self) -> Verifier:

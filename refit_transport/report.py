@@ -60,7 +60,7 @@ class PlanSummary:
     """What is planned for every refit of a session: the same on every rank.
 
     `old_way_*` is what gathering and broadcasting every tensor would move. `whole` gives, by reason, the tensors that
-    don't go shard-to-shard; `unused` the source's tensors that no target rank takes.
+    don't go shard-to-shard; `skipped` those that aren't moved, because no target takes them or no source has them.
     """
 
     transports: tuple[TransportReport, ...]
@@ -68,7 +68,7 @@ class PlanSummary:
     old_way_network_bytes: int
     old_way_received_bytes: int
     whole: Mapping[str, tuple[str, ...]]
-    unused: tuple[str, ...]
+    skipped: Mapping[str, tuple[str, ...]]
 
     @classmethod
     def of(
@@ -77,7 +77,7 @@ class PlanSummary:
         old_way: Traffic,
         routes: Sequence[Route],
         sizes: Mapping[str, int],
-        unused: Sequence[str],
+        skipped: Mapping[str, tuple[str, ...]],
     ) -> Self:
         """Sums the transports' traffic, which is by transport name; `sizes` are tensors' bytes on the wire."""
         whole: dict[str, list[str]] = defaultdict(list)
@@ -96,7 +96,7 @@ class PlanSummary:
             old_way.network,
             old_way.network + old_way.local,
             {reason: tuple(names) for reason, names in whole.items()},
-            tuple(unused),
+            skipped,
         )
 
     @property
@@ -171,8 +171,7 @@ def render_summary(summary: PlanSummary) -> Group:
     local = summary.old_way_received_bytes - summary.old_way_network_bytes
     table.add_row("gather_broadcast, all", "", "", sized(summary.old_way_network_bytes), sized(local), "")
     lines = [f"whole, {reason}: {_names(names)}" for reason, names in summary.whole.items()]
-    if summary.unused:
-        lines.append(f"not taken by any target: {_names(summary.unused)}")
+    lines += [f"skipped, {reason}: {_names(names)}" for reason, names in summary.skipped.items()]
     return Group(table, *lines)
 
 

@@ -24,7 +24,8 @@ def assemble(snapshots: list[Snapshot], manifest: Manifest) -> dict[str, np.ndar
     for spec in manifest.tensors:
         assert not np.isnan(whole[spec.name]).any(), f"{spec.name} is not covered"
         for entry in checkpoint_entries(spec):
-            found[entry.name] = whole[spec.name] if entry.expert is None else whole[spec.name][entry.expert]
+            stored = whole[spec.name] if entry.expert is None else whole[spec.name][entry.expert]
+            found[entry.name] = stored.reshape(entry.shape)
     return found
 
 

@@ -190,34 +190,40 @@ def hiding(rank: int, world_size: int, port: int, kind: str) -> str:
 
 def drafting(rank: int, world_size: int, port: int, cut: MegatronParallelism) -> dict[str, Any]:
     """A GPT model with a layer for multi-token prediction: everything that it holds, by checkpoint name."""
-    from megatron.core import parallel_state as mpu
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
-
     from refit_transport.cluster.megatron_cpu import tied_embeddings_stay_on_cpu
-    from refit_transport.cluster.megatron_model import transformer_config
     from refit_transport.sources.megatron import MegatronSource
 
     config = SMALL["glm"] | {"num_nextn_predict_layers": 1, "model_type": "glm4_moe"}
     model = LogicalModel.from_config(config)
     with parallel_state(rank, world_size, port, cut), tied_embeddings_stay_on_cpu():
-        megatron = transformer_config(Facts(config, "config.json"), model, cut, dtype=torch.float32)
-        megatron.mtp_num_layers = 1
-        torch.manual_seed(0)
-        spec = get_gpt_decoder_block_spec(megatron, use_transformer_engine=False, normalization="RMSNorm")
-        chunk = GPTModel(
-            config=megatron,
-            transformer_layer_spec=spec,
-            vocab_size=256,
-            max_sequence_length=64,
-            pre_process=mpu.is_pipeline_first_stage(),
-            post_process=mpu.is_pipeline_last_stage(),
-            position_embedding_type="rope",
-            mtp_block_spec=get_gpt_mtp_block_spec(megatron, spec, use_transformer_engine=False),
-        )
+        chunk = drafting_model(config, model, cut, dtype=torch.float32)
         manifest, pieces = held(MegatronSource([chunk], model), rank)
         names = [name for name, _ in chunk.named_parameters()]
         return {"manifest": manifest, "pieces": pieces, "names": names}
+
+
+def drafting_model(config: dict[str, Any], model: LogicalModel, cut: MegatronParallelism, *, dtype: torch.dtype) -> Any:
+    """This rank's GPT model of that config, with one layer for multi-token prediction."""
+    from megatron.core import parallel_state as mpu
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+
+    from refit_transport.cluster.megatron_model import transformer_config
+
+    megatron = transformer_config(Facts(config, "config.json"), model, cut, dtype=dtype)
+    megatron.mtp_num_layers = 1
+    torch.manual_seed(0)
+    spec = get_gpt_decoder_block_spec(megatron, use_transformer_engine=False, normalization="RMSNorm")
+    return GPTModel(
+        config=megatron,
+        transformer_layer_spec=spec,
+        vocab_size=256,
+        max_sequence_length=64,
+        pre_process=mpu.is_pipeline_first_stage(),
+        post_process=mpu.is_pipeline_last_stage(),
+        position_embedding_type="rope",
+        mtp_block_spec=get_gpt_mtp_block_spec(megatron, spec, use_transformer_engine=False),
+    )
 
 
 def described(

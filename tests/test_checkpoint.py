@@ -11,7 +11,9 @@ import torch
 from safetensors.torch import save_file
 
 from refit_transport.cluster.checkpoint import CheckpointReader
-from refit_transport.errors import ConfigError
+from refit_transport.errors import ConfigError, LayoutError
+from refit_transport.layout.box import Box
+from refit_transport.layout.manifest import TensorSpec
 
 INDEX = "model.safetensors.index.json"
 
@@ -65,3 +67,20 @@ def test_an_unusable_index_is_named(folder: Path, text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         CheckpointReader(folder)
     assert [violation.path for violation in caught.value.violations] == [INDEX]
+
+
+def test_columns_in_turn_are_read_field_by_field(tmp_path: Path) -> None:
+    """gpt-oss has a column of gate, one of up, and so on; the logical tensor has them in a dim of their own."""
+    stored = torch.arange(2 * 3 * 8, dtype=torch.float32).view(2, 3, 8)
+    save_file({"m.experts.gate_up_proj": stored}, tmp_path / "model.safetensors")
+    reader, spec = CheckpointReader(tmp_path), TensorSpec("m.experts.gate_up_proj", (2, 3, 4, 2), "float32")
+    up = torch.zeros(1, 3, 2, 1)
+    reader.copy_into(up, spec, Box.of((1, 2), (0, 3), (1, 3), (1, 2)))
+    assert torch.equal(up[..., 0], stored[1:, :, [3, 5]])
+
+
+def test_mxfp4_blocks_are_named(tmp_path: Path) -> None:
+    save_file({"m.experts.gate_up_proj_blocks": torch.zeros(1)}, tmp_path / "model.safetensors")
+    spec = TensorSpec("m.experts.gate_up_proj", (2, 3, 4, 2), "bfloat16")
+    with pytest.raises(LayoutError, match=r"gate_up_proj: .*MXFP4 blocks, which aren't supported: convert it to BF16"):
+        CheckpointReader(tmp_path).copy_into(torch.zeros(spec.shape), spec, spec.box)

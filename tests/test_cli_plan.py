@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from small_models import SMALL
 from typer.testing import CliRunner
 
 from refit_transport.cli import app
@@ -164,6 +165,21 @@ def test_what_cannot_be_planned_is_one_message(overrides, code, words):
     assert (found, out) == (code, "")
     assert words in err
     assert "Traceback" not in err
+
+
+def test_layers_of_a_drafter_are_left_out_and_said_to_be(tmp_path):
+    (tmp_path / "model").mkdir()
+    deepseek = SMALL["deepseek"] | {"num_nextn_predict_layers": 1, "max_position_embeddings": 128}
+    (tmp_path / "model/config.json").write_text(json.dumps(deepseek))
+    model = ("refit_run.tiny_model=null", "policy.model_name=model")
+    (reason,), (names,) = zip(*planned(*model)["summary"]["skipped"].items(), strict=True)
+    assert reason == "multi-token prediction: the policy has no drafter"
+    assert len(names) > 10
+    assert {name.split(".")[2] for name in names} == {"4"}
+    code, out, _ = plan(*model)
+    assert code == 0
+    assert "skipped, multi-token prediction: the policy has no drafter: model.layers.4." in " ".join(out.split())
+    assert planned()["summary"]["skipped"] == {}
 
 
 def test_an_unknown_architecture_is_named(tmp_path):

@@ -48,16 +48,20 @@ class CheckpointReader:
             if common is None:
                 continue
             self._check_shape(entry)
-            target, stored = box_view(view, box, common), common
-            if entry.expert is not None:
-                target, stored = target[0], Box(common.spans[1:])
-            target.copy_(self._files.read(entry.name, stored))
+            target = box_view(view, box, common)
+            stored = self._files.read(entry.name, entry.stored(common))
+            if entry.fields > 1:
+                fields = common.spans[-1]
+                stored = stored.view(*stored.shape[:-1], -1, entry.fields)[..., fields.start : fields.stop]
+            target.copy_(stored if entry.expert is None else stored[None])
 
     def _check_shape(self, entry: CheckpointEntry) -> None:
         shape = self._files.shape(entry.name)
         if shape is None:
             expected = f"a tensor of the checkpoint {self._files.folder}"
-            raise LayoutError(entry.name, -1, expected, "none of that name")
+            quantized = self._files.shape(f"{entry.name}_blocks") is not None
+            got = "MXFP4 blocks, which aren't supported: convert it to BF16" if quantized else "none of that name"
+            raise LayoutError(entry.name, -1, expected, got)
         if shape != entry.shape:
             expected, got = f"shape {list(entry.shape)} (model config)", f"{list(shape)} in the checkpoint"
             raise LayoutError(entry.name, -1, expected, got)

@@ -46,8 +46,8 @@ def overlap(generation: Iterable[Interval], training: Iterable[Interval], *, wit
     """
     ran = [_merged(intervals, within) for intervals in (generation, training)]
     both = sum(max(0, min(a.end, b.end) - max(a.start, b.start)) for a in ran[0] for b in ran[1])
-    seconds = [sum(interval.end - interval.start for interval in merged) for merged in ran]
-    return Overlap(within.end - within.start, *seconds, both)
+    generated, trained = (sum(interval.end - interval.start for interval in merged) for merged in ran)
+    return Overlap(within.end - within.start, generated, trained, both)
 
 
 def _merged(intervals: Iterable[Interval], within: Interval) -> list[Interval]:

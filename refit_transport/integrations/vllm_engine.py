@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -20,6 +21,8 @@ from vllm.distributed.weight_transfer.base import (
 from refit_transport.errors import TransferError
 from refit_transport.fabrics.rendezvous import ControlChannel
 from refit_transport.session import RefitSession
+from refit_transport.targets.base import Target
+from refit_transport.targets.joined import JoinedTarget
 from refit_transport.targets.vllm import VllmTarget
 from refit_transport.verification import Comparison
 
@@ -57,9 +60,22 @@ class RefitTransportEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo])
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._target = VllmTarget(self.model, self.vllm_config)
+        self._target: Target = VllmTarget(self.model, self.vllm_config)
+        self._drafter: nn.Module | None = None
         self._session: RefitSession | None = None
         self._version = -1
+
+    def draft_with(self, drafter: nn.Module | None) -> None:
+        """Has refits deliver to a drafter of the model's own checkpoint (multi-token prediction) too.
+
+        The plugin calls it before every `init_transfer_engine`. Other drafters aren't the policy's: they are kept.
+        """
+        if drafter is None or drafter is self._drafter:
+            return
+        config = self.vllm_config.speculative_config.draft_model_config
+        if config.model == self.vllm_config.model_config.model:
+            own = VllmTarget(drafter, self.vllm_config, model_config=config, beside=self.model)
+            self._target, self._drafter = JoinedTarget(self._target, own), drafter
 
     def init_transfer_engine(self, init_info: RefitInitInfo) -> None:
         """Joins the refit and plans it; collective over all its ranks. A second call leaves the earlier refit."""

@@ -32,6 +32,7 @@ _PR_SET_PDEATHSIG = 1
 _COMMUNICATOR = "vllm.distributed.device_communicators.cpu_communicator"
 _QUEUE = "vllm.distributed.device_communicators.shm_broadcast"
 _FACTORY = "vllm.distributed.weight_transfer.factory"
+_WORKER = "vllm.v1.worker.gpu_worker"
 
 
 def register() -> None:
@@ -47,6 +48,7 @@ def register() -> None:
         _unlink_shared_memory_once_mapped()
     _register_engine()
     _end_with_parent()
+    _show_drafters()
     plain = os.environ.get(PLAIN_WEIGHTS, "")
     if plain not in ("", "0", "1"):
         raise ValueError(f"{PLAIN_WEIGHTS} must be 0 or 1 (got {plain!r})")
@@ -77,6 +79,24 @@ def _register_engine() -> None:
         raise seam_error(f"{_FACTORY}:WeightTransferEngineFactory._registry", "a dict of engines by name")
     if ENGINE not in registry:
         factory.register_engine(ENGINE, "refit_transport.integrations.vllm_engine", "RefitTransportEngine")
+
+
+def _show_drafters() -> None:
+    """Shows our engine the model that drafts: vLLM makes engines with the main model only."""
+    owner = attribute(_WORKER, "Worker")
+    original = owner.init_weight_transfer_engine
+    if getattr(original, "shows_drafter", False):
+        return
+    require_parameters(original, f"{_WORKER}:Worker.init_weight_transfer_engine", ("self", "init_info"))
+    attribute(_WORKER, "Worker.get_draft_model")
+
+    def init_weight_transfer_engine(self: Any, init_info: dict[str, Any]) -> None:
+        if hasattr(self.weight_transfer_engine, "draft_with"):
+            self.weight_transfer_engine.draft_with(self.get_draft_model())
+        original(self, init_info)
+
+    init_weight_transfer_engine.shows_drafter = True  # type: ignore[attr-defined]
+    owner.init_weight_transfer_engine = init_weight_transfer_engine
 
 
 def _name_shared_memory_by_job() -> None:

@@ -1,8 +1,8 @@
-"""Arithmetic on pieces: joined where box and memory allow, clipped to a box."""
+"""Arithmetic on pieces: joined where box and memory allow, clipped to a box, with a dim split in two."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import groupby
 from operator import mul
@@ -24,6 +24,28 @@ def within(piece: Piece, box: Box) -> Piece | None:
         return None
     steps = (inner - outer for inner, outer in zip(common.offset, piece.box.offset, strict=True))
     return replace(piece, box=common, offset=piece.offset + sum(map(mul, steps, piece.strides)))
+
+
+def split_last(piece: Piece, size: int) -> Iterator[Piece]:
+    """A piece of a tensor [.., n x size] as pieces of the same elements in dims [.., n, size]: one, or up to three.
+
+    Columns 3 to 8 in pairs: half a pair, and two whole ones.
+
+    >>> for split in split_last(Piece("w", Box.of((0, 4), (3, 8)), "b", 0, (5, 1)), 2): print(split)
+    Piece(tensor='w', box=Box.of((0, 4), (1, 2), (1, 2)), buffer='b', offset=0, strides=(5, 2, 1))
+    Piece(tensor='w', box=Box.of((0, 4), (2, 4), (0, 2)), buffer='b', offset=1, strides=(5, 2, 1))
+    """
+    *outer, last = piece.box.spans
+    *strides, step = piece.strides
+    start = last.start
+    while start < last.stop:
+        row, field = divmod(start, size)
+        whole = (last.stop - start) // size if field == 0 else 0
+        stop = start + whole * size if whole else min((row + 1) * size, last.stop)
+        rows, fields = Span(row, row + max(1, whole)), Span(field, size if whole else field + stop - start)
+        offset = piece.offset + (start - last.start) * step
+        yield Piece(piece.tensor, Box((*outer, rows, fields)), piece.buffer, offset, (*strides, size * step, step))
+        start = stop
 
 
 def merge_pieces(pieces: Iterable[Piece]) -> tuple[Piece, ...]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import translate
 from typing import Literal
@@ -19,6 +20,7 @@ _FFN = re.compile(
     r"\.(mlp|feed_forward|block_sparse_moe|mixer)(\.(shared_)?experts?)?"
     r"\.((gate|up|down)_proj\.weight|w[123]\.weight|(gate_up|down)_proj(_bias)?)$"
 )
+_LAYER = re.compile(r"^(?P<layers>(.+\.)?layers)\.(?P<number>\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,3 +101,29 @@ def _preset_route(name: str, coverage: Coverage, rules: Iterable[RouteRule]) -> 
     if coverage == "all" or is_ffn_projection(name):
         return Route(name, RESHARD, f"coverage: {coverage}")
     return Route(name, GATHER_BROADCAST, "coverage: ffn sends only FFN projections shard-to-shard")
+
+
+def skipped_tensors(source: Iterable[str], taken: Collection[str]) -> Mapping[str, tuple[str, ...]]:
+    """The source's tensors that no target takes, by the reason. The names of a drafter's layers follow on those of the
+    model's, or begin with `mtp`.
+
+    >>> for reason, names in skipped_tensors(("layers.0.w", "cache", "layers.1.w"), {"layers.0.w"}).items():
+    ...     print(reason, names)
+    the targets' loaders ignore it ('cache',)
+    multi-token prediction: no target drafts ('layers.1.w',)
+    """
+    last: dict[str, int] = {}
+    for layer in filter(None, map(_LAYER.match, taken)):
+        last[layer["layers"]] = max(last.get(layer["layers"], 0), int(layer["number"]))
+    drafts = any(name.startswith("mtp.") for name in taken)
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for name in source:
+        if name not in taken:
+            match = _LAYER.match(name)
+            behind = match is not None and int(match["number"]) > last.get(match["layers"], int(match["number"]))
+            drafter = behind or (name.startswith("mtp.") and not drafts)
+            found[_UNDRAFTED if drafter else _IGNORED].append(name)
+    return {reason: tuple(names) for reason, names in found.items()}
+
+
+_UNDRAFTED, _IGNORED = "multi-token prediction: no target drafts", "the targets' loaders ignore it"

@@ -20,10 +20,11 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from refit_transport.errors import LayoutError
 from refit_transport.layout.box import Box, Span
-from refit_transport.layout.canonical import canonical_name
+from refit_transport.layout.canonical import canonical_name, stacks_in_turn
 from refit_transport.layout.layout import Layout
 from refit_transport.layout.manifest import Piece, RankManifest, TensorSpec
 from refit_transport.layout.mesh import Mesh
+from refit_transport.layout.pieces import split_last
 from refit_transport.layout.placement import Placement, Replicate, Shard, StridedShard
 from refit_transport.layout.presets.model import LogicalModel
 from refit_transport.sources.module_names import ModuleNames
@@ -122,7 +123,7 @@ def _manifest(rank: int, entries: Iterable[_Held]) -> RankManifest:
 
 def _held(state: StateDict) -> Iterator[_Held]:
     """The entries that this process holds a part of, even an empty one."""
-    experts = _expert_counts(state)
+    experts, in_turn = _expert_counts(state), stacks_in_turn(state)
     for name, tensor in state.items():
         local, pieces = local_part(name, tensor.detach())
         if local is None:
@@ -131,6 +132,9 @@ def _held(state: StateDict) -> Iterator[_Held]:
         if found.expert is not None:
             shape = (experts[found.tensor], *shape)
             pieces = tuple(_stacked(piece, found.tensor, found.expert) for piece in pieces)
+        elif name in in_turn:
+            shape = (*shape[:-1], shape[-1] // 2, 2)
+            pieces = tuple(split for piece in pieces for split in split_last(piece, 2))
         yield _Held(name, TensorSpec(found.tensor, shape, str(local.dtype).removeprefix("torch.")), local, pieces)
 
 

@@ -6,19 +6,23 @@ What a checkpoint has is in the model's outline; how a module names and stacks i
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from refit_transport.errors import LayoutError
 from refit_transport.layout.fusion import Fusion, Part
 from refit_transport.layout.manifest import Piece, TensorSpec
 from refit_transport.layout.module_entries import by_entry, renamed
+from refit_transport.layout.pieces import split_last
 from refit_transport.layout.presets.model import LogicalModel, LogicalTensor
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleTensor:
-    """One entry of a module's state dict: its true shape, and the canonical tensors in it, stacked along dim 1."""
+    """One entry of a module's state dict: its true shape, and the canonical tensors in it, stacked along dim 1.
+
+    Fields in turn are a dim of their own in the canonical tensor only.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -28,7 +32,10 @@ class ModuleTensor:
         """Pieces of the entry as pieces of the canonical tensors."""
         if len(self.tensors) == 1:
             (tensor,) = self.tensors
-            return tuple(Piece(tensor.name, p.box, p.buffer, p.offset, p.strides) for p in pieces)
+            named = (replace(piece, tensor=tensor.name) for piece in pieces)
+            if tensor.row.in_turn:
+                return tuple(part for piece in named for part in split_last(piece, tensor.shape[-1]))
+            return tuple(named)
         return Fusion(1, tuple(Part(tensor.name, tensor.shape[1]) for tensor in self.tensors)).unfuse(pieces)
 
     def specs(self, dtype: str) -> tuple[TensorSpec, ...]:
@@ -85,6 +92,8 @@ class ModuleNames:
 
 def _stacked(tensors: Sequence[LogicalTensor]) -> tuple[int, ...]:
     shape = list(tensors[0].shape)
+    if tensors[0].row.in_turn:
+        return (*shape[:-2], shape[-2] * shape[-1])
     if len(tensors) > 1:
         shape[1] = sum(tensor.shape[1] for tensor in tensors)
     return tuple(shape)

@@ -77,7 +77,10 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A part of a parameter: the tensor, and how many rows it has here. `packing` None: all of the tensor's rows."""
+    """A part of a parameter: the tensor, and how many rows it has here. `packing` None: all of the tensor's rows.
+
+    Of fields in turn, `field` is an index of the tensor's last dim, which the parameter lacks.
+    """
 
     tensor: LogicalTensor
     rows: int
@@ -88,7 +91,7 @@ class _Part:
     def of(cls, tensor: LogicalTensor, number: int | None) -> Self:
         packing = tensor.row.packing
         if number is None or packing is None:
-            return cls(tensor, tensor.shape[row_dim(tensor)])
+            return cls(tensor, tensor.shape[row_dim(tensor)], field=number or 0)
         return cls(tensor, packing.units * packing.fields[number], packing, number)
 
     def in_tensor(self, found: RowRange) -> Iterator[RowRange]:
@@ -124,7 +127,8 @@ class _Parameter:
     @property
     def shape(self) -> tuple[int, ...]:
         """Its global shape in Megatron, without the layer's dim."""
-        shape = list(_swapped(self.parts[0].tensor, self.parts[0].tensor.shape))
+        tensor = self.parts[0].tensor
+        shape = list(_swapped(tensor, tensor.shape[: len(tensor.shape) - tensor.row.in_turn]))
         shape[self.row_dim] = sum(part.rows for part in self.parts)
         return tuple(shape)
 
@@ -278,8 +282,7 @@ def _parameter(row: Row, tensors: dict[str, LogicalTensor]) -> _Parameter | None
         tensor = tensors.get(part.name)
         if tensor is None:
             return None
-        packing = tensor.row.packing
-        if part.field is not None and (packing is None or part.field >= len(packing.fields)):
+        if part.field is not None and part.field >= _fields(tensor):
             return None
         parts.append(_Part.of(tensor, part.field))
     fused = parts[0].tensor.row.trained
@@ -287,13 +290,20 @@ def _parameter(row: Row, tensors: dict[str, LogicalTensor]) -> _Parameter | None
     return _Parameter(row, tuple(parts), groups)
 
 
+def _fields(tensor: LogicalTensor) -> int:
+    """How many things a checkpoint packs in the tensor, or has in turn there; 0 where it is one thing."""
+    if tensor.row.in_turn:
+        return tensor.shape[-1]
+    return 0 if tensor.row.packing is None else len(tensor.row.packing.fields)
+
+
 def row_dim(tensor: LogicalTensor) -> int:
     """The dim of a checkpoint tensor whose elements are rows in Megatron: a linear layer's outputs."""
-    return len(tensor.shape) - 1 if tensor.row.inputs_first else int(tensor.row.experts)
+    return int(tensor.row.experts) + int(tensor.row.inputs_first)
 
 
 def _swapped(tensor: LogicalTensor, dims: tuple[int, ...]) -> tuple[int, ...]:
-    """Megatron has a linear layer's outputs first."""
+    """The dims, without that of fields in turn, as Megatron has them: a linear layer's outputs first."""
     return (*dims[:-2], dims[-1], dims[-2]) if tensor.row.inputs_first else dims
 
 
@@ -318,7 +328,8 @@ def _placed(parameter: _Parameter, shard: Shard, first: int) -> Iterator[Placed]
     spans, missing = shard.box.spans[first:], shard.prepended - first
     window = spans[parameter.row_dim]
     for found in parameter.ranges(window):
-        tensor = parameter.parts[found.part].tensor
+        part = parameter.parts[found.part]
+        tensor = part.tensor
         held, local = list(spans), [Span(0, span.size) for span in spans]
         held[parameter.row_dim] = Span(found.start, found.start + found.size)
         start = found.fused - window.start
@@ -326,6 +337,9 @@ def _placed(parameter: _Parameter, shard: Shard, first: int) -> Iterator[Placed]
         if tensor.row.inputs_first:
             held[-2:] = held[:-3:-1]
         dims = _swapped(tensor, tuple(max(-1, dim - missing) for dim in range(len(spans))))
+        if tensor.row.in_turn:
+            held.append(Span(part.field, part.field + 1))
+            dims = (*dims, -1)
         yield Placed(tensor.name, tensor.shape, Box(tuple(held)), Box(tuple(local[missing:])), dims)
 
 

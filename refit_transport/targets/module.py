@@ -17,7 +17,7 @@ import torch
 from refit_transport.checksum import Derived
 from refit_transport.errors import LayoutError
 from refit_transport.layout.box import Box, Span
-from refit_transport.layout.canonical import canonical_name
+from refit_transport.layout.canonical import canonical_name, has_fields_in_turn
 from refit_transport.layout.manifest import Piece, RankManifest, TensorSpec
 from refit_transport.layout.module_entries import by_entry
 from refit_transport.layout.pieces import within
@@ -73,6 +73,7 @@ class DescribedTarget:
         self._described = described
         self._kept = frozenset(kept)
         self._pieces: dict[str, list[Piece]] = {}
+        self._specs: dict[str, TensorSpec] = {}
         self._padding: dict[str, tuple[Box, ...]] = {}
         self._received: dict[str, torch.Tensor] = {}
         self._is_filled = False
@@ -102,7 +103,7 @@ class DescribedTarget:
                 got = f"{list(buffers[piece.buffer].shape)} strided {list(buffers[piece.buffer].stride())}"
                 raise LayoutError(piece.tensor, rank, "memory of its own for each element", got)
         self._pieces.clear()
-        specs: dict[str, TensorSpec] = {}
+        self._specs = specs = dict[str, TensorSpec]()
         for piece in wanted:
             for part in parts[piece.tensor]:
                 if specs.setdefault(part.spec.name, part.spec) != part.spec:
@@ -137,6 +138,9 @@ class DescribedTarget:
         buffers = self.buffers()
         for name, whole in weights:
             found = canonical_name(name)
+            spec = self._specs.get(found.tensor)
+            if spec is not None and has_fields_in_turn(spec.name, spec.shape):
+                whole = whole.view(spec.shape)
             around = Box.full(whole.shape)
             if found.expert is not None:
                 whole, around = whole[None], Box((Span(found.expert, found.expert + 1), *around.spans))

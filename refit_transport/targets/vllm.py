@@ -9,12 +9,14 @@ has copied (`-exp(A_log)`) is received beside the model, and `finish` lets the l
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from vllm.config import set_current_vllm_config
+from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 
 from refit_transport.checkpoint import CheckpointFolder
 from refit_transport.checksum import Derived
@@ -44,10 +46,22 @@ class VllmTarget:
     proven about layers at the first `manifest` can't be proven from the checkpoint again once a refit has run.
     """
 
-    def __init__(self, model: nn.Module, vllm_config: Any) -> None:
+    def __init__(
+        self, model: nn.Module, vllm_config: Any, *, model_config: Any = None, beside: nn.Module | None = None
+    ) -> None:
+        """
+        Args:
+            model: the loaded model.
+            vllm_config: the engine's.
+            model_config: that of the model, where it isn't the engine's own: a drafter's.
+            beside: a model whose modules this one may share; what it shares is left to the other's target.
+        """
         self._model = model
         self._config = vllm_config
-        self._layers = layers_of(model)
+        self._model_config = model_config or vllm_config.model_config
+        theirs = frozenset(map(id, beside.modules())) if beside is not None else frozenset()
+        self._all_layers = layers_of(model)
+        self._layers = tuple(layer for layer in self._all_layers if id(layer.module) not in theirs)
         self._orphans: tuple[Orphan, ...] = ()
         self._loaded: LoadedModel | None = None
         self._private: dict[str, PrivateLayer] | None = None
@@ -68,14 +82,19 @@ class VllmTarget:
         """See `targets.base.Target`. Call it before the first refit; not during one.
 
         Raises:
-            LayoutError: the loader refuses a tensor, or leaves a part of a parameter unwritten.
+            LayoutError: the loader refuses a tensor, or leaves a part of a parameter unwritten; or the engine has
+                loaded MXFP4 weights.
         """
-        with set_current_vllm_config(self._config), on_meta(self._layers):
+        quantization = self._model_config.quantization or ""
+        if "mxfp4" in quantization:
+            got = f"{quantization} weights, which refits can't write: start it from a BF16 checkpoint"
+            raise LayoutError("", rank, "an engine of BF16 weights", got)
+        with self._loading(), on_meta(self._all_layers):
             loaded = trace_model(self._model.load_weights, self._layers, tensors, rank)  # type: ignore[arg-type]
         manifest = describe(loaded, tensors, rank)
         self._composed, self._is_filled = ComposedParameters(loaded, self._layers), False
         if self._private is None:
-            with set_current_vllm_config(self._config):
+            with self._loading():
                 self._private = self._judge(loaded, rank)
         self._loaded, self._opaque = loaded, manifest.opaque
         return manifest
@@ -107,13 +126,17 @@ class VllmTarget:
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """See `targets.base.Target`: vLLM's own loader, into live or staged parameters."""
-        with set_current_vllm_config(self._config), torch.no_grad():
+        if len(self._layers) < len(self._all_layers):
+            # The loader would fill the shared modules too.
+            taken = self._known().taken()
+            weights = ((name, whole) for name, whole in weights if name in taken)
+        with self._loading(), torch.no_grad():
             self._model.load_weights(self._composed.take(weights))  # type: ignore[operator]
 
     def finish(self) -> None:
         """See `targets.base.Target`: loads composed parameters, processes private layers and what attention derives."""
-        dtype = self._config.model_config.dtype
-        with set_current_vllm_config(self._config), torch.no_grad():
+        dtype = self._model_config.dtype
+        with self._loading(), torch.no_grad():
             if self._composed.received:
                 self._model.load_weights(self._composed.weights())  # type: ignore[operator]
                 self._is_filled = True
@@ -141,7 +164,7 @@ class VllmTarget:
         Without what attention derives from a layer whose own layout the engine keeps: it is as unknown as that layer's
         weights. Composed parameters come once something has been received to make them of.
         """
-        with set_current_vllm_config(self._config), torch.no_grad():
+        with self._loading():
             made = self._composed.computed(self._model.load_weights) if self._is_filled else {}  # type: ignore[arg-type]
         for name, recomputed in made.items():
             yield Derived(name, self._composed.live(name), recomputed)
@@ -152,6 +175,12 @@ class VllmTarget:
             with set_current_vllm_config(self._config), torch.no_grad():
                 found = tuple(derived_anew(layer, self._config.model_config.dtype))
             yield from found
+
+    @contextmanager
+    def _loading(self) -> Iterator[None]:
+        """Where vLLM's loaders and kernels run; a drafter's loader takes any part of the drafter at a time."""
+        with set_current_vllm_config(self._config), disable_mtp_completeness_check():
+            yield
 
     def _known(self) -> LoadedModel:
         if self._loaded is None:
@@ -252,7 +281,7 @@ class VllmTarget:
 
     def _checkpoint(self, loaded: LoadedModel) -> ReadPart | None:
         """Reads the checkpoint that the engine loaded; None when it loaded none that can be read here."""
-        folder = Path(self._config.model_config.model)
+        folder = Path(self._model_config.model)
         if self._config.load_config.load_format == "dummy" or not folder.is_dir():
             return None
         try:

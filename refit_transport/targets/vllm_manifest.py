@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,7 +12,7 @@ from refit_transport.errors import LayoutError
 from refit_transport.layout.box import Box
 from refit_transport.layout.canonical import CheckpointEntry, checkpoint_entries
 from refit_transport.layout.manifest import Opaque, Piece, RankManifest, TensorSpec
-from refit_transport.layout.pieces import merge_pieces
+from refit_transport.layout.pieces import merge_pieces, split_last
 from refit_transport.targets.coverage import missing, overlaps
 from refit_transport.targets.loader_trace import LoaderFailure, RawTrace, Region, Write, trace
 from refit_transport.targets.vllm_layers import Layer
@@ -37,6 +37,11 @@ class LoadedModel:
     parameters: frozenset[str]
     dtypes: Mapping[str, torch.dtype]
     composed: frozenset[str]
+
+    def taken(self) -> frozenset[str]:
+        """The checkpoint tensors that the loader makes something of."""
+        whole = (name for name, entry in self.entries.items() if entry.tensor in self.opaque)
+        return frozenset((*(write.source for write in self.writes), *whole))
 
 
 def trace_model(load: Load, layers: Sequence[Layer], tensors: Sequence[TensorSpec], rank: int) -> LoadedModel:
@@ -216,7 +221,7 @@ def describe(loaded: LoadedModel, tensors: Sequence[TensorSpec], rank: int) -> R
     for write in loaded.writes:
         entry = loaded.entries[write.source]
         dtypes[entry.tensor] = str(loaded.dtypes[write.region.parameter]).removeprefix("torch.")
-        pieces.append(_piece(entry, write))
+        pieces += _pieces(entry, write)
     held = [
         TensorSpec(spec.name, spec.shape, dtypes.get(spec.name, spec.dtype))
         for spec in tensors
@@ -226,10 +231,15 @@ def describe(loaded: LoadedModel, tensors: Sequence[TensorSpec], rank: int) -> R
     return RankManifest(rank, "target", tuple(held), merge_pieces(pieces), opaque)
 
 
-def _piece(entry: CheckpointEntry, write: Write) -> Piece:
-    """A write in the logical tensor's dims, which have the experts first where the checkpoint has one per name."""
+def _pieces(entry: CheckpointEntry, write: Write) -> Iterable[Piece]:
+    """A write in the logical tensor's dims, which have the experts first where the checkpoint has one per name, and
+    fields last where it has them in turn.
+    """
     view = write.region.view
+    piece = Piece(entry.tensor, write.box, write.region.parameter, view.offset, view.strides)
+    if entry.fields > 1:
+        return split_last(piece, entry.fields)
     if entry.expert is None:
-        return Piece(entry.tensor, write.box, write.region.parameter, view.offset, view.strides)
+        return (piece,)
     box = Box((entry.box.spans[0], *write.box.spans))
-    return Piece(entry.tensor, box, write.region.parameter, view.offset, (0, *view.strides))
+    return (replace(piece, box=box, strides=(0, *view.strides)),)

@@ -25,6 +25,42 @@ def test_register_is_idempotent_and_registers_the_engine(monkeypatch):
     assert vllm_plugin.ENGINE in factory._registry
 
 
+def test_an_engine_is_shown_the_drafter_before_it_joins():
+    vllm_plugin.register()
+    worker_class = attribute("vllm.v1.worker.gpu_worker", "Worker")
+    calls = []
+    engine = SimpleNamespace(
+        draft_with=lambda drafter: calls.append(("draft_with", drafter)),
+        parse_init_info=lambda info: info,
+        init_transfer_engine=lambda info: calls.append(("init", info)),
+    )
+    worker = SimpleNamespace(
+        weight_transfer_engine=engine, get_draft_model=lambda: "a drafter", _check_weight_transfer_engine=lambda: None
+    )
+    worker_class.init_weight_transfer_engine(worker, {"port": 1})
+    assert calls == [("draft_with", "a drafter"), ("init", {"port": 1})]
+    del engine.draft_with  # an engine of somebody else
+    worker_class.init_weight_transfer_engine(worker, {"port": 2})
+    assert calls[2:] == [("init", {"port": 2})]
+
+
+def test_only_drafters_of_the_models_own_checkpoint_are_delivered_to():
+    from refit_transport.integrations.vllm_engine import RefitTransportEngine
+    from refit_transport.targets.joined import JoinedTarget
+
+    for checkpoint, joined in (("theirs", False), ("ours", True)):
+        engine = object.__new__(RefitTransportEngine)
+        draft = SimpleNamespace(model=checkpoint)
+        engine.vllm_config = SimpleNamespace(
+            model_config=SimpleNamespace(model="ours"), speculative_config=SimpleNamespace(draft_model_config=draft)
+        )
+        engine.model, engine._target, engine._drafter = torch.nn.Linear(2, 2), None, None
+        engine.draft_with(None)
+        assert engine._target is None
+        engine.draft_with(torch.nn.Linear(2, 2))
+        assert isinstance(engine._target, JoinedTarget) is joined
+
+
 def test_a_misspelt_mode_is_refused(monkeypatch):
     monkeypatch.setenv(vllm_plugin.PLAIN_WEIGHTS, "yes")
     with pytest.raises(ValueError, match="must be 0 or 1"):

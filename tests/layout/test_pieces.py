@@ -12,7 +12,7 @@ from refit_transport.layout.box import Box
 from refit_transport.layout.fusion import Fusion, Part
 from refit_transport.layout.layout import row_major_strides
 from refit_transport.layout.manifest import Piece
-from refit_transport.layout.pieces import merge_pieces, within
+from refit_transport.layout.pieces import merge_pieces, split_last, within
 from refit_transport.testing.strategies import local_memories
 
 
@@ -143,3 +143,13 @@ def test_unfused_rows_are_the_parts_rows(data):
 def test_a_piece_past_the_fused_dim_is_refused():
     with pytest.raises(LayoutError, match=r"tensor qkv: expected at most 8 elements in dim 0, got \[0:9\]"):
         Fusion(0, (Part("q", 4),), groups=2).unfuse([Piece("qkv", Box.of((0, 9)), "b", 0, (1,))])
+
+
+@given(st.integers(1, 4), st.integers(0, 11), st.integers(0, 11), st.integers(1, 3))
+def test_a_split_dim_keeps_every_address(size, first, second, step):
+    start, stop = sorted((first, second))
+    piece = Piece("w", Box.of((1, 3), (start, stop)), "b", 7, (40, step))
+    parts = tuple(split_last(piece, size))
+    wanted = [(tensor, (row, *divmod(column, size)), *place) for tensor, (row, column), *place in addresses([piece])]
+    assert addresses(parts) == wanted
+    assert len(parts) <= 3

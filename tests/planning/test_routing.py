@@ -6,7 +6,7 @@ from small_models import SMALL
 from refit_transport.layout.box import Box
 from refit_transport.layout.manifest import Manifest, Opaque, Piece, RankManifest, TensorSpec
 from refit_transport.layout.presets.model import LogicalModel
-from refit_transport.planning.routing import RouteRule, is_ffn_projection, route_tensors
+from refit_transport.planning.routing import RouteRule, is_ffn_projection, route_tensors, skipped_tensors
 
 NAMES = ("model.layers.0.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.weight", "model.norm.weight", "unused")
 
@@ -74,3 +74,23 @@ def test_ffn_projections_are_those_of_the_outline(kind):
     ffn = {tensor.name for tensor in tensors if tensor.row.group in ("ffn", "expert_ffn", "shared_expert")}
     assert ffn
     assert {tensor.name for tensor in tensors if is_ffn_projection(tensor.name)} == ffn
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "more"), [("deepseek", {"num_nextn_predict_layers": 2}), ("qwen3 next", {"mtp_num_hidden_layers": 1})]
+)
+def test_what_no_target_takes_is_named_with_the_reason(kind, more, drafts):
+    model = LogicalModel.from_config(SMALL[kind] | more)
+    drafter = [tensor.name for tensor in model.tensors if tensor.part == "drafter"]
+    copies = [name for name in drafter if name.endswith(("embed_tokens.weight", "shared_head.head.weight"))]
+    main = {tensor.name for tensor in model.main}
+    assert len(drafter) > 10
+    source = [*main, *drafter, "model.layers.0.rotary.inv_freq"]
+    ignored = {"the targets' loaders ignore it": ("model.layers.0.rotary.inv_freq",)}
+    if drafts:
+        ignored = {reason: (*copies, *names) for reason, names in ignored.items()}
+        assert skipped_tensors(source, main | {*drafter} - {*copies}) == ignored
+    else:
+        reason = "multi-token prediction: no target drafts"
+        assert skipped_tensors(source, main) == {reason: tuple(drafter)} | ignored

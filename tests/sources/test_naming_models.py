@@ -54,13 +54,7 @@ def test_every_element_is_in_one_parameter(kind: str) -> None:
         assert (count == 1).all(), name
 
 
-# 26 million columns in turn: seconds.
-_SLOW = {"gpt-oss-120b"}
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.nightly if name in _SLOW else ()) for name in model_names()]
-)
+@pytest.mark.parametrize("name", model_names())
 def test_full_size_models_have_no_unexplained_tensor(name: str) -> None:
     """True names and shapes: the parameters' elements are those of the model, and each tensor has a parameter."""
     model = find_model(name).model

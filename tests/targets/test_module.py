@@ -247,6 +247,23 @@ def test_whole_tensors_are_loaded_expert_by_expert_into_fused_parameters():
         assert torch.equal(fused[expert], torch.cat([tensors[f"m.experts.{expert}.{part}.weight"] for part in parts]))
 
 
+def test_columns_in_turn_are_a_dim_of_their_own():
+    """gpt-oss, the only one with biases of fused experts; cut anywhere, read back by its checkpoint name."""
+    names = ("m.experts.gate_up_proj", "m.experts.gate_up_proj_bias")
+    state = {name: torch.zeros(shape) for name, shape in zip(names, ((2, 3, 8), (2, 8)), strict=True)}
+    target = DescribedTarget(source_of(state))
+    specs = [TensorSpec(names[0], (2, 3, 4, 2), "float32"), TensorSpec(names[1], (2, 4, 2), "float32")]
+    manifest = target.manifest(RANK, specs)
+    assert list(manifest.tensors) == specs
+    assert [(piece.box, piece.strides) for piece in manifest.pieces] == [
+        (Box.full((2, 3, 4, 2)), (24, 8, 2, 1)),
+        (Box.full((2, 4, 2)), (8, 2, 1)),
+    ]
+    whole = {name: torch.randn_like(tensor) for name, tensor in state.items()}
+    target.load(whole.items())
+    assert all(torch.equal(state[name], whole[name]) for name in names)
+
+
 def test_what_is_stored_in_another_form_is_received_beside_it_and_compared():
     """A norm that is stored less 1, of values that adding 1 again wouldn't give back exactly."""
     stored = torch.zeros(3, dtype=torch.bfloat16)

@@ -3,7 +3,8 @@
     RANK=0 WORLD_SIZE=1 CHANNEL_PORTS=... python vllm_engine_refits.py RESULTS.json FOLDER KIND...
 
 For each kind an engine that has loaded checkpoint A is refitted to B, A and B from their state dicts. After each refit
-its tokens and their log-probabilities are compared with those of an engine that has loaded that checkpoint.
+its tokens and their log-probabilities are compared with those of an engine that has loaded that checkpoint. Engines of
+kinds that end with " with a drafter" draft by the checkpoint's own layers; all their tensors are compared, bit by bit.
 """
 
 from __future__ import annotations
@@ -17,29 +18,58 @@ from typing import Any
 
 from safetensors.torch import load_file
 from vllm_cases import Case, Engine
-from vllm_refits import by_rows, prepare, write_checkpoint
+from vllm_refits import State, by_rows, kept, prepare, same, write_checkpoint
 
 from refit_transport.integrations.vllm_plugin import register
 from refit_transport.sources.dtensor import StateDictSource
+from refit_transport.targets.base import Target
+from refit_transport.targets.joined import JoinedTarget
 from refit_transport.targets.vllm import VllmTarget
+
+MTP = {"method": "mtp", "num_speculative_tokens": 1}
+
+
+def drafter_of(engine: Engine) -> Any:
+    return engine.llm.llm_engine.model_executor.driver_worker.worker.get_draft_model()
+
+
+def tensors(engine: Engine) -> State:
+    """Copies of all tensors of an engine's model and of its drafter, if it has one."""
+    models = {"": engine.model, "drafter.": drafter_of(engine)}
+    named = ((prefix + name, tensor) for prefix, model in models.items() if model for name, tensor in kept(model))
+    return {name: tensor.detach().clone() for name, tensor in named if "kv_cache" not in name}
+
+
+def target_of(engine: Engine) -> Target:
+    config, drafter = engine.llm.llm_engine.vllm_config, drafter_of(engine)
+    target = VllmTarget(engine.model, config)
+    if drafter is None:
+        return target
+    own = config.speculative_config.draft_model_config
+    return JoinedTarget(target, VllmTarget(drafter, config, model_config=own, beside=engine.model))
 
 
 def run(kind: str, folder: Path, port: int) -> dict[str, Any]:
-    case = Case(kind, "bfloat16")
+    case = Case(kind, "bfloat16", engine={"speculative_config": MTP} if kind.endswith(" with a drafter") else {})
     fresh = Engine(folder / "b", case)
-    wanted = {"b": fresh.outputs()}
+    wanted, fresh_tensors = {"b": fresh.outputs()}, {"b": tensors(fresh)}
     del fresh
     gc.collect()
     engine = Engine(folder / "a", case)
-    wanted["a"] = engine.outputs()
+    wanted["a"], fresh_tensors["a"] = engine.outputs(), tensors(engine)
     states = {name: by_rows(load_file(folder / name / "model.safetensors")) for name in "ab"}
     held = {"state": states["a"]}
-    target = VllmTarget(engine.model, engine.llm.llm_engine.vllm_config)
+    target = target_of(engine)
     session = prepare(StateDictSource(lambda: held["state"]), target, port)
     found: dict[str, Any] = {"differ": wanted["a"] != wanted["b"], "private": dict(target.private_layers())}
+    found["skipped"] = dict(session.plan.summary().skipped)
+    found["tensors of the drafter that differ"] = sum(
+        name.startswith("drafter.") for name in same(fresh_tensors["a"], fresh_tensors["b"])
+    )
     for version, name in enumerate("bab"):
         held["state"] = states[name]
         session.run(version)
+        found[f"{version}: differs from a fresh {name}"] = same(tensors(engine), fresh_tensors[name])
         found[f"{version}: says what a fresh {name} says"] = engine.outputs() == wanted[name]
     session.close()
     return found

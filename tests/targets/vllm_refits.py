@@ -6,7 +6,8 @@ For each kind two checkpoints A and B are written by the Hugging Face class, and
 refitted to B, A and B by a real session, whose source is the checkpoint's state dict, cut over both ranks by rows.
 Each time every parameter, buffer and other tensor of the model is compared with the freshly loaded one's, bit by bit.
 The experts of a kind that ends with "/spread" are spread over the ranks; the ranks of one that ends with "/stages" are
-stages of a pipeline. Writes `{kind: findings}`.
+stages of a pipeline; one that ends with "/drafts" has its drafter beside it, as an engine has.
+Writes `{kind: findings}`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from vllm.distributed.parallel_state import init_distributed_environment, initia
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.models import utils as models_utils
+from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
 from refit_transport.config.settings import RefitSettings
 from refit_transport.fabrics.rendezvous import ControlChannel
@@ -42,11 +44,13 @@ from refit_transport.layout.presets.model import LogicalModel, LogicalTensor
 from refit_transport.layout.wire import manifest_to_json
 from refit_transport.session import RefitSession
 from refit_transport.sources.dtensor import StateDictSource
+from refit_transport.targets.base import Target
+from refit_transport.targets.joined import JoinedTarget
 from refit_transport.targets.vllm import VllmTarget
 
 State = dict[str, torch.Tensor]
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-Spread = Literal["", "spread", "stages"]
+Spread = Literal["", "spread", "stages", "drafts"]
 MORE: dict[str, dict[str, Any]] = {
     # Qwen2's heads always divide the hidden size, whatever `head_dim` says.
     "qwen2 tied": SMALL["qwen2"] | {"tie_word_embeddings": True, "vocab_size": 151, "head_dim": None},
@@ -150,6 +154,7 @@ def engine_config(folder: Path, spread: Spread) -> VllmConfig:
         pipeline_parallel_size=WORLD if spread == "stages" else 1,
         distributed_executor_backend="external_launcher",
         enable_expert_parallel=spread == "spread",
+        speculative_config={"method": "mtp", "num_speculative_tokens": 1} if spread == "drafts" else None,
     ).create_engine_config()
 
 
@@ -175,13 +180,37 @@ class Model:
             parallel = self.config.parallel_config
             join_ranks(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
             self.module = get_model(vllm_config=self.config)
+            self.drafter = self._drafter() if spread == "drafts" else None
+
+    def _drafter(self) -> torch.nn.Module:
+        """Loaded and joined to the model by vLLM's own proposer, without what that needs to run."""
+        proposer = object.__new__(SpecDecodeBaseProposer)
+        proposer.vllm_config, proposer.speculative_config = self.config, self.config.speculative_config
+        proposer.use_local_argmax_reduction = False
+        proposer.model = proposer._get_model()
+        proposer._maybe_share_embeddings(self.module)
+        proposer._maybe_share_lm_head(self.module)
+        return proposer.model
+
+    def target(self) -> Target:
+        target = VllmTarget(self.module, self.config)
+        if self.drafter is None:
+            return target
+        own = self.config.speculative_config.draft_model_config
+        return JoinedTarget(target, VllmTarget(self.drafter, self.config, model_config=own, beside=self.module))
+
+    def kept(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All tensors that any module, its kernel or its attention keeps, by where it keeps them."""
+        yield from kept(self.module)
+        for name, tensor in kept(self.drafter) if self.drafter is not None else ():
+            yield f"drafter.{name}", tensor
 
     def tensors(self) -> State:
-        """Copies of all tensors that any module, its kernel or its attention keeps, by where it keeps them."""
-        return {name: tensor.detach().clone() for name, tensor in _kept(self.module)}
+        """Copies of what is kept."""
+        return {name: tensor.detach().clone() for name, tensor in self.kept()}
 
 
-def _kept(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def kept(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for path, module in model.named_modules():
         holders = {"": module, "impl.": vars(module).get("impl"), "method.": vars(module).get("quant_method")}
         for prefix, holder in holders.items():
@@ -228,21 +257,21 @@ def run(kind: str, folder: Path, port: int, spread: Spread) -> dict[str, Any]:
     states = {name: by_rows(load_file(path / "model.safetensors")) for name, path in folders.items()}
     model = Model(folders["a"], spread)
     wanted["a"] = model.tensors()
-    addresses = {name: tensor.data_ptr() for name, tensor in _kept(model.module)}
+    addresses = {name: tensor.data_ptr() for name, tensor in model.kept()}
     held = {"state": states["a"]}
-    target = VllmTarget(model.module, model.config)
+    target = model.target()
     session = prepare(StateDictSource(lambda: held["state"]), target, port)
     found: dict[str, Any] = {
         "config": json.loads((folders["a"] / "config.json").read_text()),
         "manifest": manifest_to_json(session.plan.job.target.ranks[RANK]),
         "private": dict(target.private_layers()),
+        "drafter": [each.name for each in drafter_of(kind)],
     }
     if RANK == 0:
         routes = session.plan.routes
         found["whole"] = {route.tensor: route.reason for route in routes if route.transport != "nccl_reshard"}
         found["moved"] = sorted(route.tensor for route in routes)
-        unused, drafter = {*session.plan.summary().unused}, {each.name for each in drafter_of(kind)}
-        found["unused besides the drafter"] = sorted(unused ^ drafter)
+        found["skipped"] = dict(session.plan.summary().skipped)
         found["shard to shard"] = session.plan.summary().shard_to_shard
     found["differ before"] = len(same(wanted["a"], wanted["b"]))
     for version, name in enumerate("bab"):
@@ -263,13 +292,13 @@ def run(kind: str, folder: Path, port: int, spread: Spread) -> dict[str, Any]:
     if composed is not None:
         composed.served.add_(1)
     found["compared after a change"] = [str(found.tensor) for found in session.compare().first]
-    found["moved tensors"] = [name for name, tensor in _kept(model.module) if tensor.data_ptr() != addresses[name]]
+    found["moved tensors"] = [name for name, tensor in model.kept() if tensor.data_ptr() != addresses[name]]
     found["tails"] = tails(model.module, enlarged(KINDS[kind])["vocab_size"])
     session.close()
     return found
 
 
-def prepare(source: StateDictSource, target: VllmTarget, port: int) -> RefitSession:
+def prepare(source: StateDictSource, target: Target, port: int) -> RefitSession:
     coverage: Any = os.environ.get("COVERAGE", "all")
     settings = RefitSettings(coverage=coverage, verify="full", bucket_bytes=1 << 16, timeout_s=60.0)
     common: dict[str, Any] = {"host": "127.0.0.1", "port": port, "world_size": WORLD, "timeout_s": 60.0}

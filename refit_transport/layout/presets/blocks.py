@@ -184,16 +184,14 @@ def packed_experts(count: int, hidden: int, size: int) -> Rows:
 
 
 def interleaved_experts(count: int, hidden: int, size: int) -> Rows:
-    """gpt-oss: inputs first, gate and up columns in turn, with biases."""
-    pairs, block = Block(2 * size, size, "experts' width"), width(size, "experts' width")
-    columns, rows, inner = Even(2, (pairs,)), Even(1, (pairs,)), Even(1, (block,))
-    up, up_bias = (count, hidden, 2 * size), (count, 2 * size)
-    halves, bias_halves = Packing(2, (1, 1), size), Packing(1, (1, 1), size)
-    down = (count, size, hidden)
+    """gpt-oss: inputs first, gate and up columns in turn (see `layout.canonical`), with biases."""
+    block = width(size, "experts' width")
+    columns, rows = Even(2, (block,)), Even(1, (block,))
+    up, up_bias, down = (count, hidden, size, 2), (count, size, 2), (count, size, hidden)
     return (
-        Row("experts.gate_up_proj", up, "expert_ffn", columns, columns, True, halves, inputs_first=True),
-        Row("experts.gate_up_proj_bias", up_bias, "expert_ffn", rows, rows, True, bias_halves),
-        Row("experts.down_proj", down, "expert_ffn", inner, inner, True, inputs_first=True),
+        Row("experts.gate_up_proj", up, "expert_ffn", columns, columns, True, inputs_first=True),
+        Row("experts.gate_up_proj_bias", up_bias, "expert_ffn", rows, rows, True),
+        Row("experts.down_proj", down, "expert_ffn", rows, rows, True, inputs_first=True),
         Row("experts.down_proj_bias", (count, hidden), "expert_ffn", WHOLE, FirstRank(), True),
     )
 

@@ -115,6 +115,10 @@ def mixtral(facts: Facts) -> Outline:
 
 def gpt_oss(facts: Facts) -> Outline:
     """gpt-oss in BF16 form: biases everywhere, attention sinks, gate and up interleaved."""
+    quantized = facts.get("quantization_config") or {}
+    if quantized.get("quant_method") == "mxfp4":
+        reason = "must not be there: MXFP4 weights can't be refitted; convert the checkpoint to BF16 and leave it out"
+        raise facts.error("quantization_config", "mxfp4", reason)
     hidden, count = facts.size("hidden_size"), facts.size("num_local_experts")
     attention = blocks.grouped_query_attention(facts, bias=True, output_bias=True, qk_norm=False, gated=False)
     router = (replicated("router", count, hidden, "router"), whole("router.bias", (count,), "router"))

@@ -85,6 +85,15 @@ class LogicalModel:
         """What a refit moves: no drafter, no vision tower."""
         return tuple(tensor for tensor in self.tensors if tensor.part == "main")
 
+    def left_out(self) -> Mapping[str, tuple[str, ...]]:
+        """The tensors of the checkpoint that a refit doesn't move, by the reason."""
+        reasons: Mapping[Part, str] = {
+            "drafter": "multi-token prediction: the policy has no drafter",
+            "vision": "vision tower: the policy has the language model",
+        }
+        found = {reason: tuple(t.name for t in self.tensors if t.part == part) for part, reason in reasons.items()}
+        return {reason: names for reason, names in found.items() if names}
+
     @property
     def vocab(self) -> int:
         """The number of tokens, without padding."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from refit_transport.layout.canonical import has_fields_in_turn
 from refit_transport.layout.presets.cuts import WHOLE, Block, Cut, Even
 
 Group = Literal[
@@ -30,7 +31,7 @@ Spec = Literal["transformer_engine", "local"]
 class Packing:
     """What a checkpoint packs in one tensor: `dim` is `units` equal units, each of them these fields, in order.
 
-    Mamba's `in_proj` is one unit z | x | B | C | dt; gpt-oss's `gate_up_proj` a unit gate | up for each column.
+    Mamba's `in_proj` is one unit z | x | B | C | dt; a gated `q_proj` is a unit q | gate for each head.
     """
 
     dim: int
@@ -45,8 +46,9 @@ class Row:
     `name` follows the layer's prefix; `shape` is in elements. `trained` says how Megatron's tensor-parallel ranks
     divide it, `served` how vLLM's do, `trained_locally` how Megatron's own layers do where that isn't `trained`. With
     `experts` dim 0 counts experts: expert parallelism divides it, and the expert-tensor ranks divide the rest. "mamba"
-    also holds Gated DeltaNet. `packing` says what is packed in it. With `inputs_first` a linear layer's last two dims
-    are inputs and outputs, not the other way round. A norm that is `zero_centered` scales by 1 more than it stores.
+    also holds Gated DeltaNet. `packing` says what is packed in it. With `inputs_first` a linear layer's inputs come
+    before its outputs, not the other way round. Where fields are `in_turn`, the last dim counts them. A norm that is
+    `zero_centered` scales by 1 more than it stores.
     """
 
     name: str
@@ -63,6 +65,11 @@ class Row:
     def trained_by(self, spec: Spec) -> Cut:
         """How tensor-parallel ranks divide it that build layers of this spec."""
         return self.trained_locally if spec == "local" and self.trained_locally is not None else self.trained
+
+    @property
+    def in_turn(self) -> bool:
+        """See `layout.canonical`."""
+        return has_fields_in_turn(self.name, self.shape)
 
     def named(self, prefix: str) -> Row:
         """The same under a longer name."""
