@@ -31,6 +31,7 @@ class EngineConfig:
     model: str
     dtype: str = "float32"
     tensor_parallel: int = 1
+    pipeline_parallel: int = 1
     expert_parallel: bool = False
     max_model_len: int | None = None
     load_format: str = "auto"
@@ -66,6 +67,10 @@ class GenerationWorker:
         self._version = -1
         os.environ.update(_environment(rank, world_size, host, port, config))
         self._llm = _engine(config)
+        if config.pipeline_parallel > 1:
+            from refit_transport.cluster.generation_stages import share_prompt_logprobs
+
+            self._llm.collective_rpc(share_prompt_logprobs)
 
     def join_refit(self, address: RefitAddress) -> None:
         """Joins the refit as this engine's ranks; collective over the whole refit."""
@@ -192,6 +197,7 @@ def _engine(config: EngineConfig) -> LLM:
         dtype=config.dtype,
         load_format=config.load_format,
         tensor_parallel_size=config.tensor_parallel,
+        pipeline_parallel_size=config.pipeline_parallel,
         enable_expert_parallel=config.expert_parallel,
         distributed_executor_backend="external_launcher",
         enforce_eager=config.enforce_eager,

@@ -21,8 +21,6 @@ from refit_transport.layout.presets.megatron import training_misfits
 from refit_transport.layout.presets.model import LogicalModel
 
 if TYPE_CHECKING:
-    from megatron.core.models.gpt import GPTModel
-
     from refit_transport.cluster.megatron_step import MicroBatch
     from refit_transport.sources.megatron import MegatronSource
 
@@ -81,7 +79,8 @@ class TrainingWorker:
         megatron_model.initialize_parallel_state(self._cut, timeout_s=timeout_s)
         dtype: torch.dtype = getattr(torch, precision)
         vocab = padded_vocab(self._model.vocab, divisible_by=divisible_by, tensor=self._cut.tensor)
-        chunks = self._model_chunks(dtype=dtype, vocab=vocab)
+        megatron = megatron_model.transformer_config(self._facts, self._model, self._cut, dtype=dtype)
+        chunks = megatron_model.build_chunks(self._facts, self._model, megatron, vocab=vocab)
         # Torch's norms come in fp32; Megatron's own wrapper casts the whole model too.
         self._chunks = tuple(chunk.to(self._device, dtype) for chunk in chunks)
         megatron_model.keep_router_biases_wide(self._chunks)
@@ -90,12 +89,6 @@ class TrainingWorker:
         experts = {tensor.name for tensor in self._model.main if tensor.row.experts}
         pieces = self._source.manifest(self.rank).pieces
         self._experts = frozenset(piece.buffer for piece in pieces if piece.tensor in experts)
-
-    def _model_chunks(self, *, dtype: torch.dtype, vocab: int) -> Sequence[GPTModel]:
-        from refit_transport.cluster import megatron_model
-
-        megatron = megatron_model.transformer_config(self._facts, self._model, self._cut, dtype=dtype)
-        return megatron_model.build_chunks(self._facts, self._model, megatron, vocab=vocab)
 
     def train_step(self, token_batch: Sequence[Sequence[int]]) -> float:
         """One AdamW step on a global batch of token sequences; returns the batch's mean next-token cross entropy.
