@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+from refit_transport.cluster.generation_stages import prepare_stage
 from refit_transport.errors import SeamError, WorkerError
 
 if TYPE_CHECKING:
@@ -67,10 +68,7 @@ class GenerationWorker:
         self._version = -1
         os.environ.update(_environment(rank, world_size, host, port, config))
         self._llm = _engine(config)
-        if config.pipeline_parallel > 1:
-            from refit_transport.cluster.generation_stages import share_prompt_logprobs
-
-            self._llm.collective_rpc(share_prompt_logprobs)
+        self._llm.collective_rpc(prepare_stage)
 
     def join_refit(self, address: RefitAddress) -> None:
         """Joins the refit as this engine's ranks; collective over the whole refit."""

@@ -1,8 +1,4 @@
-"""What vLLM's external launcher lacks with pipeline stages: log-probabilities of prompts on every rank.
-
-Each rank has a scheduler of its own, and vLLM keeps them alike by sending the last stage's logits to all stages. For
-the prompt's tokens it doesn't: an earlier stage would take its own hidden states for the last ones, and fail.
-"""
+"""What vLLM 0.32 lacks for engines of several pipeline stages under its external launcher."""
 
 from __future__ import annotations
 
@@ -12,24 +8,41 @@ from typing import Any
 
 from refit_transport.errors import SeamError
 
-_METHOD = "_get_prompt_logprobs_dict"
+_PROMPTS = "_get_prompt_logprobs_dict"
 
 
-def share_prompt_logprobs(worker: Any) -> None:
-    """Gives every stage what the last one computes for prompts. Runs in each vLLM worker; idempotent.
+def prepare_stage(worker: Any) -> None:
+    """Makes a vLLM worker's model runner ready for stages. Idempotent; does nothing for one stage.
 
     Raises:
         SeamError: vLLM isn't as we know it.
     """
-    runner = worker.model_runner
-    for name in (_METHOD, "num_prompt_logprobs"):
+    from vllm.distributed.parallel_state import get_pp_group
+
+    runner, stages = worker.model_runner, get_pp_group()
+    if stages.world_size == 1:
+        return
+    for name in (_PROMPTS, "num_prompt_logprobs", "intermediate_tensors", "max_num_tokens"):
         if not hasattr(runner, name):
-            raise SeamError("vllm", metadata.version("vllm"), f"ModelRunner.{name}", "how it scores prompts")
-    setattr(runner, _METHOD, MethodType(_of_last_stage, runner))
+            raise SeamError("vllm", metadata.version("vllm"), f"ModelRunner.{name}", "what stages need")
+    if not stages.is_first_rank and runner.intermediate_tensors is None:
+        _allocate_inputs(runner)
+    setattr(runner, _PROMPTS, MethodType(_prompts_of_last_stage, runner))
 
 
-def _of_last_stage(runner: Any, hidden_states: Any, num_scheduled_tokens: dict[str, int]) -> dict[str, Any]:
-    """Stands in for vLLM's method, on all ranks of a stage group together."""
+def _allocate_inputs(runner: Any) -> None:
+    """The buffers for what the stage before sends: vLLM allocates them while warming up, which an eager CPU skips."""
+    runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+        batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+    )
+
+
+def _prompts_of_last_stage(runner: Any, hidden_states: Any, num_scheduled_tokens: dict[str, int]) -> dict[str, Any]:
+    """Log-probabilities of prompts, on every rank of the stages together.
+
+    Each rank has a scheduler of its own, and vLLM keeps them alike by sending the last stage's logits to all. For the
+    prompt's tokens it doesn't: an earlier stage would take its own hidden states for the last ones.
+    """
     from vllm.distributed.parallel_state import get_pp_group
 
     waiting: dict[str, int] = runner.num_prompt_logprobs
@@ -37,7 +50,7 @@ def _of_last_stage(runner: Any, hidden_states: Any, num_scheduled_tokens: dict[s
         return {}
     stages, found = get_pp_group(), None
     if stages.is_last_rank:
-        found = getattr(type(runner), _METHOD)(runner, hidden_states, num_scheduled_tokens)
+        found = getattr(type(runner), _PROMPTS)(runner, hidden_states, num_scheduled_tokens)
     found = stages.broadcast_object(found, src=stages.world_size - 1)
     for request in found:
         waiting.pop(request, None)

@@ -46,6 +46,8 @@ class Case:
     generate: int = 2
     model: dict[str, Any] = field(default_factory=dict)
     nightly: bool = True
+    precision: str = "float32"
+    tolerance: float = 1e-4
 
     @property
     def marked(self) -> Any:
@@ -60,8 +62,9 @@ CASES = (
     Case("nemotron_h", "PP2", _STAGES, "TP2", _VLLM_TENSOR),
     Case("nemotron_h_moe", "TP2 EP2 ETP1", _MIXED, "TP2 EP", _SPREAD),
     Case("nemotron_h_moe", "EP2", _EXPERTS, "TP2", _VLLM_TENSOR),
-    Case("qwen3_next", "TP2 EP2 ETP1", _MIXED, "TP2", _VLLM_TENSOR),
-    Case("qwen3_next", "EP2", _EXPERTS, "PP2", _VLLM_STAGES),
+    # vLLM's Gated DeltaNet on CPU takes bfloat16 only.
+    Case("qwen3_next", "TP2 EP2 ETP1", _MIXED, "TP2", _VLLM_TENSOR, precision="bfloat16", tolerance=0.05),
+    Case("qwen3_next", "EP2", _EXPERTS, "PP2", _VLLM_STAGES, precision="bfloat16", tolerance=0.05),
     Case("gemma", "TP2", _TENSOR, "TP2", _VLLM_TENSOR),
     Case("gemma", "PP2", _STAGES, "PP2", _VLLM_STAGES),
     Case("llama", "PP2", _STAGES, "PP2, 2 engines", _VLLM_STAGES, generate=4),
@@ -85,10 +88,12 @@ def test_a_run_trains_refits_and_agrees(case: Case, tmp_path: Path, support_reco
     support_record(**row)
     config = with_changes(
         cluster__gpus_per_node=2 + case.generate,
+        policy__precision=case.precision,
         policy__megatron_cfg=case.train,
         policy__generation__colocated={"enabled": False, "resources": {"gpus_per_node": case.generate}},
         policy__generation__vllm_cfg=case.serve,
         refit_run__tiny_model={"kind": case.kind, **case.model},
+        refit_run__logprob_tolerance=case.tolerance,
         policy__generation__refit_cfg__nccl_reshard={
             "coverage": "all",
             "verify": "full",
@@ -101,7 +106,7 @@ def test_a_run_trains_refits_and_agrees(case: Case, tmp_path: Path, support_reco
     rounds = json.loads(output)["rounds"]
     assert [found["version"] for found in rounds] == [1, 2]
     for found in rounds:
-        assert found["largest_difference"] <= 1e-4 < found["largest_change"]
+        assert found["largest_difference"] <= case.tolerance < found["largest_change"]
         assert sum(rank["verified"] for rank in found["report"]["ranks"]) > 0
         assert found["report"]["summary"] == _planned(tmp_path)
     support_record(
