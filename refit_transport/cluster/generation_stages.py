@@ -22,7 +22,7 @@ def prepare_stage(worker: Any) -> None:
     runner, stages = worker.model_runner, get_pp_group()
     if stages.world_size == 1:
         return
-    for name in (_PROMPTS, "num_prompt_logprobs", "intermediate_tensors", "max_num_tokens"):
+    for name in (_PROMPTS, "num_prompt_logprobs", "input_batch", "intermediate_tensors", "max_num_tokens"):
         if not hasattr(runner, name):
             raise SeamError("vllm", metadata.version("vllm"), f"ModelRunner.{name}", "what stages need")
     if not stages.is_first_rank and runner.intermediate_tensors is None:
@@ -48,10 +48,13 @@ def _prompts_of_last_stage(runner: Any, hidden_states: Any, num_scheduled_tokens
     waiting: dict[str, int] = runner.num_prompt_logprobs
     if not waiting:
         return {}
-    stages, found = get_pp_group(), None
+    stages, places, by_place = get_pp_group(), runner.input_batch.req_id_to_index, None
     if stages.is_last_rank:
         found = getattr(type(runner), _PROMPTS)(runner, hidden_states, num_scheduled_tokens)
-    found = stages.broadcast_object(found, src=stages.world_size - 1)
-    for request in found:
+        by_place = {places[request]: logprobs for request, logprobs in found.items()}
+    # Each rank has its own names for the requests; their places in the batch are the same.
+    by_place = stages.broadcast_object(by_place, src=stages.world_size - 1)
+    shared = {request: by_place[place] for request, place in places.items() if place in by_place}
+    for request in shared:
         waiting.pop(request, None)
-    return dict(found)
+    return shared
