@@ -151,7 +151,12 @@ def preset_job(config: RefitConfig) -> Job:
     tensor = vllm.tensor_parallel_size
     target = target_manifest(
         model,
-        EngineParallelism(tensor, config.engines, tensor if vllm.expert_parallel_size > 1 else 1),
+        EngineParallelism(
+            tensor,
+            config.engines,
+            expert=tensor if vllm.expert_parallel_size > 1 else 1,
+            pipeline=vllm.pipeline_parallel_size,
+        ),
         first_rank=config.training_ranks,
         dtype=config.vllm_precision,
     )

@@ -7,75 +7,25 @@ from typing import Any
 
 import torch
 
-_COMMON: dict[str, Any] = {
-    "vocab_size": 256,
-    "hidden_size": 64,
+from refit_transport.config.tiny_models import TinyKind
+from refit_transport.testing.models import save_tiny_model
+
+# Smaller still than what vLLM takes.
+_SIZES: dict[str, Any] = {
     "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "head_dim": 16,
     "intermediate_size": 96,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": False,
-    # Larger than usual, so that log-probabilities differ clearly between tokens.
-    "initializer_range": 0.1,
 }
-_EXPERTS: dict[str, Any] = {
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 48,
-    "norm_topk_prob": True,
-}
-
-
+_EXPERTS: dict[str, Any] = {"moe_intermediate_size": 48}
 _LATENT: dict[str, Any] = {
     **_EXPERTS,
     "head_dim": 8,
-    "num_key_value_heads": 4,
-    "n_routed_experts": 8,
-    "n_shared_experts": 2,
-    "first_k_dense_replace": 1,
     "kv_lora_rank": 24,
-    "q_lora_rank": 32,
     "qk_nope_head_dim": 12,
     "qk_rope_head_dim": 8,
     "v_head_dim": 10,
-    "n_group": 2,
-    "topk_group": 1,
-    "routed_scaling_factor": 1.5,
 }
-_GLM: dict[str, Any] = {
-    **_EXPERTS,
-    "n_routed_experts": 8,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "attention_bias": True,
-    "use_qk_norm": True,
-    "partial_rotary_factor": 0.5,
-    "n_group": 1,
-    "topk_group": 1,
-}
-_MAMBA: dict[str, Any] = {
-    "mamba_num_heads": 8,
-    "mamba_head_dim": 8,
-    "n_groups": 4,
-    "ssm_state_size": 6,
-    "conv_kernel": 4,
-    "chunk_size": 8,
-    "use_mamba_kernels": False,
-    "n_routed_experts": 8,
-    "moe_intermediate_size": 48,
-    "moe_shared_expert_intermediate_size": 40,
-    "num_experts_per_tok": 2,
-    "routed_scaling_factor": 1.5,
-}
-_OSS: dict[str, Any] = {
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-    "intermediate_size": 48,
-    "sliding_window": 64,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-}
+_MAMBA: dict[str, Any] = {"mamba_head_dim": 8, "ssm_state_size": 6}
 _NEXT: dict[str, Any] = {
     **_EXPERTS,
     "shared_expert_intermediate_size": 40,
@@ -83,47 +33,33 @@ _NEXT: dict[str, Any] = {
     "linear_num_value_heads": 8,
     "linear_key_head_dim": 6,
     "linear_value_head_dim": 5,
-    "linear_conv_kernel_dim": 4,
 }
-# What the class is called, and what its config has beyond the common parts.
-_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {}),
-    "qwen2": ("Qwen2", {}),
-    "qwen3": ("Qwen3", {}),
-    "qwen3_moe": ("Qwen3Moe", _EXPERTS),
-    "mixtral": ("Mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None}),
-    "deepseek_v2": ("DeepseekV2", {**_LATENT, "q_lora_rank": None, "topk_method": "greedy", "n_group": 1}),
-    "deepseek_v3": ("DeepseekV3", _LATENT),
-    "glm": ("Glm4Moe", _GLM),
-    "gpt_oss": ("GptOss", _OSS),
-    "qwen3_next": ("Qwen3Next", _NEXT),
-    "nemotron": ("NemotronH", {**_MAMBA, "hybrid_override_pattern": "M-M*"}),
-    "nemotron_moe": ("NemotronH", {**_MAMBA, "hybrid_override_pattern": "ME*M-"}),
+# What the package calls a kind, and what is smaller here.
+_KINDS: dict[str, tuple[TinyKind, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "qwen2": ("qwen2", {"hidden_size": 64}),
+    "qwen3": ("dense", {}),
+    "qwen3_moe": ("moe", _EXPERTS),
+    "mixtral": ("mixtral", {}),
+    "deepseek_v2": ("deepseek_v2", _LATENT),
+    "deepseek_v3": ("deepseek_v3", _LATENT),
+    "glm": ("glm", _EXPERTS),
+    "gpt_oss": ("gpt_oss", {"intermediate_size": 48}),
+    "qwen3_next": ("qwen3_next", _NEXT),
+    "nemotron": ("nemotron_h", _MAMBA),
+    "nemotron_moe": ("nemotron_h_moe", {**_MAMBA, **_EXPERTS, "moe_shared_expert_intermediate_size": 40}),
+    "gemma": ("gemma", {}),
 }
 
 
-def make_checkpoint(
-    folder: Path, *, kind: str = "qwen3", seed: int = 0, max_shard_size: str = "1GB", **overrides: Any
-) -> Path:
+def make_checkpoint(folder: Path, *, kind: str = "qwen3", **overrides: Any) -> Path:
     """Saves a model of one of the kinds with random weights; biases, norms and buffers are random too."""
-    import transformers
-
-    name, extra = _KINDS[kind]
-    config_class, model_class = getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}ForCausalLM")
-    torch.manual_seed(seed)
-    options = {**_COMMON, **extra, **overrides}
-    if "hybrid_override_pattern" in options:
-        options["num_hidden_layers"] = len(options["hybrid_override_pattern"])
+    name, smaller = _KINDS[kind]
+    options = {**_SIZES, **smaller, **overrides}
     if kind == "qwen3_next":
         kinds = ("linear_attention", "full_attention", "linear_attention")
         options["layer_types"] = [kinds[layer % 3] for layer in range(options["num_hidden_layers"])]
-    model = model_class(config_class(**options))
-    with torch.no_grad():
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if "norm" in name or name.endswith(("bias", ".D", "A_log")):
-                tensor.add_(torch.randn_like(tensor) * 0.1)
-    model.to(torch.float32).save_pretrained(folder, max_shard_size=max_shard_size)
-    return folder
+    return save_tiny_model(folder, kind=name, **options)
 
 
 def checkpoint_tensors(folder: Path) -> dict[str, torch.Tensor]:

@@ -49,13 +49,9 @@ def _snapshot(worker: Any) -> Snapshot:
 def start(
     rank: int, world_size: int, port: int, checkpoint: Path, parallelism: MegatronParallelism, **options: Any
 ) -> Any:
-    from megatron_hybrids import BUILDERS, HybridWorker
-
     from refit_transport.cluster.training import TrainingWorker
-    from refit_transport.config.checkpoint_config import read_config
 
-    hybrid = read_config(checkpoint).get("architectures", [""])[0] in BUILDERS
-    return (HybridWorker if hybrid else TrainingWorker)(
+    return TrainingWorker(
         rank=rank,
         world_size=world_size,
         init_method=f"tcp://127.0.0.1:{port}",
@@ -176,6 +172,31 @@ def loaded_and_changed(
             manifest, pieces = held(worker.source(), rank)
             outcome.snapshots[stage] = Snapshot(manifest, pieces, {}, 0.0)
             outcome.logprobs[stage] = worker.logprobs(prompts)
+        return outcome
+    finally:
+        worker.shutdown()
+
+
+def loaded_and_trained(
+    *,
+    rank: int,
+    world_size: int,
+    port: int,
+    checkpoint: Path,
+    parallelism: MegatronParallelism,
+    batches: list[list[list[int]]],
+    prompts: list[list[int]],
+    options: dict[str, Any],
+) -> Outcome:
+    """Loads and trains; no export: the oracle is Hugging Face's model, trained alike."""
+    worker = start(rank, world_size, port, checkpoint, parallelism, **options)
+    try:
+        outcome = Outcome()
+        outcome.losses = [worker.train_step(batch) for batch in batches]
+        worker.check_replicas()
+        manifest, pieces = held(worker.source(), rank)
+        outcome.snapshots["trained"] = Snapshot(manifest, pieces, {}, 0.0)
+        outcome.logprobs["trained"] = worker.logprobs(prompts)
         return outcome
     finally:
         worker.shutdown()

@@ -102,17 +102,17 @@ CASES = [
     ),
     case(
         "vllm stages",
-        {f"{V}.pipeline_parallel_size": 2},
+        {f"{V}.pipeline_parallel_size": 3},
         f"{V}.pipeline_parallel_size",
-        "several pipeline stages are not available yet",
-        "set it to 1",
+        "times tensor_parallel_size = 2 must divide the 4 generation ranks",
+        "resources",
     ),
     case(
         "more vllm stages than layers",
-        {f"{V}.pipeline_parallel_size": 5},
+        {f"{V}.pipeline_parallel_size": 5, f"{R}.gpus_per_node": 10, "cluster.gpus_per_node": 14},
         f"{V}.pipeline_parallel_size",
-        "not available yet",
-        "set it to 1",
+        "at most 4, the model's layers",
+        "lower it",
     ),
     case(
         "vllm ep of two engines",
@@ -218,8 +218,27 @@ CASES = [
         "at most",
         "lower",
     ),
+    case("tiny kind", {"refit_run.tiny_model": {"seed": 1}}, "refit_run.tiny_model.kind", "must be set", "dense, moe"),
     case(
-        "tiny kind", {"refit_run.tiny_model": {"seed": 1}}, "refit_run.tiny_model.kind", "must be set", "dense or moe"
+        "tiny experts",
+        {"refit_run.tiny_model": {"kind": "llama", "num_experts": 4}, **DENSE_RANKS},
+        "refit_run.tiny_model.num_experts",
+        "no key of the kind llama",
+        "remove",
+    ),
+    case(
+        "tiny key",
+        {"refit_run.tiny_model": {"kind": "gpt_oss", "config": {"sliding_windows": 4}}},
+        "refit_run.tiny_model.config.sliding_windows",
+        "no key of the kind gpt_oss",
+        "'sliding_window'",
+    ),
+    case(
+        "tiny layers",
+        {"refit_run.tiny_model": {"kind": "nemotron_h", "num_hidden_layers": 3}, **DENSE_RANKS},
+        "refit_run.tiny_model.num_hidden_layers",
+        "the 4 layers of hybrid_override_pattern 'M-M*'",
+        "remove",
     ),
     # Ranks.
     case("no resources", {R: REMOVED}, f"{R}.gpus_per_node", "must be set", "generation ranks"),
@@ -331,6 +350,28 @@ CASES = [
         f"{M}.virtual_pipeline_model_parallel_size",
         "2 layers of a stage",
         "divisor",
+    ),
+    case(
+        "chunks of a hybrid",
+        {
+            "refit_run.tiny_model": {"kind": "nemotron_h", "num_key_value_heads": 2},
+            f"{M}.pipeline_model_parallel_size": 2,
+            f"{M}.virtual_pipeline_model_parallel_size": 2,
+            **DENSE_RANKS,
+        },
+        f"{M}.virtual_pipeline_model_parallel_size",
+        "one chunk of a hybrid model",
+        "set it to 1",
+    ),
+    case(
+        "experts with biases",
+        {
+            "refit_run.tiny_model": {"kind": "gpt_oss"},
+            f"{M}.expert_tensor_parallel_size": 2,
+        },
+        f"{M}.expert_tensor_parallel_size",
+        "experts that have biases",
+        "set it to 1",
     ),
     case(
         "first and last",

@@ -20,7 +20,7 @@ from refit_transport.rl.trajectories import TrainBatch
 from refit_transport.rl.value_loss import ValueMetrics
 
 if TYPE_CHECKING:
-    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer.module import MegatronModule
 
 VALUE_HEAD = "value_head.weight"
 
@@ -46,7 +46,7 @@ class CriticWorker(RLTrainingWorker):
 
     role: ClassVar[str] = "critic"
 
-    def _model_chunks(self, *, dtype: torch.dtype, vocab: int) -> Sequence[GPTModel]:
+    def _model_chunks(self, *, dtype: torch.dtype, vocab: int) -> Sequence[MegatronModule]:
         chunks = super()._model_chunks(dtype=dtype, vocab=vocab)
         self._is_last = any(chunk.post_process for chunk in chunks)
         for chunk in chunks:
@@ -91,7 +91,7 @@ class CriticWorker(RLTrainingWorker):
         return CriticUpdate(ValueMetrics.from_sums(rl_step.add_up(sums)), norm, counts.tokens)
 
 
-def _drop_vocabulary_head(chunk: GPTModel) -> None:
+def _drop_vocabulary_head(chunk: MegatronModule) -> None:
     """Makes a model chunk return its last hidden states; the embedding is tied to nothing any more."""
     if chunk.post_process:
         del chunk.output_layer

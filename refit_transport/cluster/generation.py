@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+from refit_transport.cluster.generation_stages import prepare_stage
 from refit_transport.cluster.sampling import SampleRequest, sample_of, vllm_parameters, vllm_prompt
 from refit_transport.errors import SeamError, WorkerError
 from refit_transport.rl.trajectories import Sample
@@ -33,6 +34,7 @@ class EngineConfig:
     model: str
     dtype: str = "float32"
     tensor_parallel: int = 1
+    pipeline_parallel: int = 1
     expert_parallel: bool = False
     max_model_len: int | None = None
     load_format: str = "auto"
@@ -69,6 +71,7 @@ class GenerationWorker:
         self._cached_tokens = 0
         os.environ.update(_launcher(rank, world_size, host, port) | engine_environment(config))
         self._llm = _engine(config)
+        self._llm.collective_rpc(prepare_stage)
 
     def join_refit(self, address: RefitAddress) -> None:
         """Joins the refit as this engine's ranks; collective over the whole refit."""
@@ -227,6 +230,7 @@ def engine_options(config: EngineConfig) -> dict[str, Any]:
         "dtype": config.dtype,
         "load_format": config.load_format,
         "tensor_parallel_size": config.tensor_parallel,
+        "pipeline_parallel_size": config.pipeline_parallel,
         "enable_expert_parallel": config.expert_parallel,
         "enforce_eager": config.enforce_eager,
         "gpu_memory_utilization": config.gpu_memory_utilization,

@@ -179,7 +179,7 @@ def placed_groups(config: RefitConfig, *, scratch: Path | None = None) -> Iterat
     """
     resources = _rank_resources(config.cluster.ranks)
     environment = _environment(resources, scratch)
-    engine_ranks = config.policy.generation.vllm_cfg.tensor_parallel_size
+    engine_ranks = config.policy.generation.vllm_cfg.ranks
     sizes = {"policy": config.training_ranks} | {f"engine {i}": engine_ranks for i in range(config.engines)}
     with contextlib.ExitStack() as stack:
         groups = tuple(
@@ -250,6 +250,7 @@ def _engine_arguments(config: RefitConfig, group: WorkerGroup, address: str, por
         model=str(Path(config.policy.model_name).resolve()),
         dtype=config.vllm_precision,
         tensor_parallel=vllm.tensor_parallel_size,
+        pipeline_parallel=vllm.pipeline_parallel_size,
         expert_parallel=vllm.expert_parallel_size > 1,
         max_model_len=vllm.max_model_len,
         load_format=vllm.load_format,

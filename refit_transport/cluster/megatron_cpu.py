@@ -5,13 +5,15 @@ Everything that its configuration allows is done in `megatron_model`; these are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import schedules
-from megatron.core.transformer import multi_latent_attention
+from megatron.core.ssm import gated_delta_net
+from megatron.core.transformer import multi_latent_attention, utils
 from megatron.core.transformer.moe import moe_utils
 
 _CPU = torch.device("cpu")
@@ -21,11 +23,12 @@ class _TorchOnCpu:
     """`torch` as one Megatron module sees it: tensors that it creates on "cuda" come to be on the CPU."""
 
     def __getattr__(self, name: str) -> Any:
-        return _zeros_on_cpu if name == "zeros" else getattr(torch, name)
+        found = getattr(torch, name)
+        return partial(_on_cpu, found) if name in ("zeros", "ones") else found
 
 
-def _zeros_on_cpu(*size: Any, device: object = None, **options: Any) -> torch.Tensor:
-    return torch.zeros(*size, device="cpu" if device == "cuda" else device, **options)  # type: ignore[call-overload, no-any-return]
+def _on_cpu(create: Callable[..., torch.Tensor], *size: Any, device: object = None, **options: Any) -> torch.Tensor:
+    return create(*size, device="cpu" if device == "cuda" else device, **options)
 
 
 def current_device_is_cpu() -> None:
@@ -50,6 +53,22 @@ def latent_attention_without_transformer_engine() -> None:
         multi_latent_attention.HAVE_TE = False
 
 
+def masks_are_made_on_cpu() -> None:
+    """The masks of attention windows are made with the literal `device="cuda"`."""
+    utils.torch = _TorchOnCpu()
+
+
+def gated_delta_net_without_fla() -> None:
+    """Megatron has the delta rule in plain torch itself (`deterministic_mode`), but takes a norm from fla."""
+    if not gated_delta_net.HAVE_FLA:
+        gated_delta_net.HAVE_FLA = True
+        gated_delta_net.l2norm = _l2norm
+
+
+def _l2norm(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
 @contextmanager
 def tied_embeddings_stay_on_cpu() -> Iterator[None]:
     """While a model is built: tied embeddings on several pipeline stages call `weight.data.cuda()`."""
@@ -71,3 +90,5 @@ def apply() -> None:
         schedules_count_tokens_on_cpu()
         router_without_transformer_engine()
         latent_attention_without_transformer_engine()
+        masks_are_made_on_cpu()
+        gated_delta_net_without_fla()

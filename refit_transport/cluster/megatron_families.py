@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+from torch.nn import functional
+
 from refit_transport.errors import ConfigError, Violation
 from refit_transport.layout.presets.facts import Facts
 from refit_transport.layout.presets.model import LogicalModel
@@ -24,7 +26,7 @@ def family_options(facts: Facts, model: LogicalModel) -> Options:
     if family is None:
         reason = f"training of it isn't built; built: {', '.join(FAMILIES)}"
         raise facts.error("architectures", model.architecture, reason)
-    refused = tuple(_not_covered(facts))
+    refused = tuple(_not_covered(facts, model.architecture))
     if refused:
         raise ConfigError(facts.source, refused)
     heads, hidden = facts.size("num_attention_heads"), facts.size("hidden_size")
@@ -45,9 +47,30 @@ def rotary_options(facts: Facts) -> Options:
     nested = _rope(facts)
     scaling = {"rope_scaling": True, "rope_scaling_factor": nested["factor"]} if _rope_type(facts) == "llama3" else {}
     return {
+        "position_embedding_type": "yarn" if _rope_type(facts) == "yarn" else "rope",
         "rotary_base": float(nested.get("rope_theta") or facts.get("rope_theta") or 10000.0),
         "rotary_percent": float(nested.get("partial_rotary_factor") or facts.get("partial_rotary_factor") or 1.0),
         **scaling,
+    }
+
+
+def yarn_attributes(facts: Facts) -> Options:
+    """What Megatron looks up in its config for YaRN outside of latent attention, though the class has no such fields.
+
+    Empty for other rotary embeddings: where the attributes are, attention applies YaRN's scale.
+    """
+    if _rope_type(facts) != "yarn":
+        return {}
+    nested = _rope(facts)
+    longest = facts.size("max_position_embeddings")
+    return {
+        "yarn_rotary_scaling_factor": float(nested["factor"]),
+        "yarn_original_max_position_embeddings": int(nested.get("original_max_position_embeddings") or longest),
+        "yarn_beta_fast": float(nested.get("beta_fast") or 32.0),
+        "yarn_beta_slow": float(nested.get("beta_slow") or 1.0),
+        "yarn_mscale": nested.get("mscale"),
+        "yarn_mscale_all_dim": nested.get("mscale_all_dim"),
+        "yarn_correction_range_round_to_int": bool(nested.get("truncate", True)),
     }
 
 
@@ -107,6 +130,83 @@ def _glm(facts: Facts, model: LogicalModel) -> Options:
     }
 
 
+def _gpt_oss(facts: Facts, model: LogicalModel) -> Options:
+    """Attention sinks, windows in some layers, biases, a clamped activation between interleaved gate and up."""
+    from megatron.core.activations import quick_gelu
+
+    listed = facts.get("layer_types") or [_GPT_OSS_LAYERS[layer % 2] for layer in range(model.layers)]
+    windows: Options = {}
+    if facts.get("sliding_window"):
+        windows["window_size"] = (facts.size("sliding_window") - 1, 0)
+        windows["window_attn_skip_freq"] = [int(kind == "sliding_attention") for kind in listed]
+    return {
+        **_experts(facts, model),
+        **windows,
+        "moe_ffn_hidden_size": facts.size("intermediate_size"),
+        "add_bias_linear": True,
+        "activation_func": quick_gelu,
+        "activation_func_clamp_value": _CLAMP,
+        "glu_linear_offset": 1.0,
+        "softmax_type": "learnable",
+    }
+
+
+_GPT_OSS_LAYERS = ("sliding_attention", "full_attention")
+
+
+def _qwen_next(facts: Facts, model: LogicalModel) -> Options:
+    """Gated DeltaNet layers with a gated attention layer after every third; norms are zero-centred, all of them."""
+    recurrent = {tensor.layer for tensor in model.main if tensor.name.endswith("linear_attn.A_log")}
+    return {
+        **_sparse(facts, model, qk_layernorm=True),
+        "layernorm_zero_centered_gamma": True,
+        "attention_output_gate": True,
+        "experimental_attention_variant": "gated_delta_net",
+        # Chooses the chunked rule in plain torch, which needs no kernels.
+        "deterministic_mode": True,
+        "linear_attention_freq": [int(layer in recurrent) for layer in range(model.layers)],
+        **{name: facts.size(name) for name in _LINEAR_ATTENTION},
+        "moe_shared_expert_intermediate_size": facts.size("shared_expert_intermediate_size"),
+        "moe_shared_expert_gate": True,
+    }
+
+
+_LINEAR_ATTENTION = (
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+)
+
+
+def _nemotron(facts: Facts, model: LogicalModel) -> Options:
+    """Mamba, attention, MLP and expert layers, each of one mixer."""
+    from megatron.core.activations import squared_relu
+
+    options: Options = {
+        "is_hybrid_model": True,
+        "gated_linear_unit": False,
+        "activation_func": squared_relu,
+        "layernorm_epsilon": _MAMBA_EPSILON,
+        "mamba_num_heads": facts.size("mamba_num_heads"),
+        "mamba_head_dim": facts.size("mamba_head_dim"),
+        "mamba_num_groups": facts.size("n_groups"),
+        "mamba_state_dim": facts.size("ssm_state_size"),
+    }
+    if not model.experts:
+        return options
+    # The pattern says which layers have experts.
+    routed = {key: value for key, value in _deepseek_experts(facts, model).items() if key != "moe_layer_freq"}
+    shared = facts.size("moe_shared_expert_intermediate_size")
+    return {**options, **routed, "moe_shared_expert_intermediate_size": shared}
+
+
+def _gemma(_facts: Facts, _model: LogicalModel) -> Options:
+    """Zero-centred norms; `megatron_model` scales what the embedding gives."""
+    return {"layernorm_zero_centered_gamma": True, "activation_func": partial(functional.gelu, approximate="tanh")}
+
+
 FAMILIES: Mapping[str, Callable[[Facts, LogicalModel], Options]] = {
     "LlamaForCausalLM": _dense,
     "MistralForCausalLM": _dense,
@@ -117,6 +217,10 @@ FAMILIES: Mapping[str, Callable[[Facts, LogicalModel], Options]] = {
     "DeepseekV2ForCausalLM": _deepseek,
     "DeepseekV3ForCausalLM": _deepseek,
     "Glm4MoeForCausalLM": _glm,
+    "GptOssForCausalLM": _gpt_oss,
+    "Qwen3NextForCausalLM": _qwen_next,
+    "NemotronHForCausalLM": _nemotron,
+    "GemmaForCausalLM": _gemma,
 }
 
 
@@ -148,16 +252,32 @@ def _rope_type(facts: Facts) -> str:
 
 # Megatron's own constants.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_CLAMP, _MAMBA_EPSILON, _MAMBA_CONV = 7.0, 1e-5, 4
 
 
-def _not_covered(facts: Facts) -> Iterator[Violation]:
-    kind, activation = _rope_type(facts), facts.get("hidden_act") or "silu"
+def _not_covered(facts: Facts, architecture: str) -> Iterator[Violation]:
+    yield from _rotary_not_covered(facts, yarn=architecture == "GptOssForCausalLM")
+    expected = _ACTIVATIONS.get(architecture, "silu")
+    key = "mlp_hidden_act" if architecture == "NemotronHForCausalLM" else "hidden_act"
+    if (activation := facts.get("hidden_activation") or facts.get(key) or expected) != expected:
+        yield Violation(key, str(activation), f"only {expected} is built", "")
+    if architecture != "GptOssForCausalLM":
+        yield from _windows_and_biases(facts)
+    yield from _constants(facts, architecture)
+
+
+_ACTIVATIONS: Mapping[str, str] = {"NemotronHForCausalLM": "relu2", "GemmaForCausalLM": "gelu_pytorch_tanh"}
+
+
+def _rotary_not_covered(facts: Facts, *, yarn: bool) -> Iterator[Violation]:
+    kind = _rope_type(facts)
     llama3 = kind == "llama3" and all(_rope(facts).get(key) == value for key, value in _LLAMA3.items())
-    if not (kind == "default" or llama3):
-        reason = "only plain rotary embeddings and Llama 3's are built"
+    if not (kind == "default" or llama3 or (yarn and kind == "yarn")):
+        reason = "only plain rotary embeddings, Llama 3's and gpt-oss's YaRN are built"
         yield Violation("rope_parameters.rope_type", kind, reason, "")
-    if activation != "silu":
-        yield Violation("hidden_act", str(activation), "only silu is built", "")
+
+
+def _windows_and_biases(facts: Facts) -> Iterator[Violation]:
     if facts.flag("use_sliding_window") or ("use_sliding_window" not in facts.config and facts.flag("sliding_window")):
         value = str(facts.get("use_sliding_window") or facts.get("sliding_window"))
         yield Violation("use_sliding_window", value, "sliding-window attention isn't built", "")
@@ -166,3 +286,21 @@ def _not_covered(facts: Facts) -> Iterator[Violation]:
         name = "attention_bias" if biased else "mlp_bias"
         reason = "a bias on the output projection isn't built" if biased else "a bias in the MLP isn't built"
         yield Violation(name, "True", reason, "")
+
+
+def _constants(facts: Facts, architecture: str) -> Iterator[Violation]:
+    """What Megatron or vLLM has built in, where a config may say something else."""
+    fixed: dict[str, object] = {"swiglu_limit": _CLAMP}
+    if architecture == "NemotronHForCausalLM":
+        fixed |= {
+            "layer_norm_epsilon": _MAMBA_EPSILON,
+            "conv_kernel": _MAMBA_CONV,
+            "use_conv_bias": True,
+            "use_bias": False,
+            "mamba_proj_bias": False,
+            "norm_topk_prob": True,
+            "moe_latent_size": 0,
+        }
+    for key, value in fixed.items():
+        if (given := facts.get(key)) is not None and given != value:
+            yield Violation(key, str(given), f"only {value} is built", "")

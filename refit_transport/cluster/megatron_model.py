@@ -1,60 +1,32 @@
-"""Builds this rank's share of a Megatron GPT model for a checkpoint's config, and fills it from the checkpoint."""
+"""Builds this rank's share of a Megatron model for a checkpoint's config, and fills it from the checkpoint."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
-from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import nn
 
 from refit_transport.cluster.checkpoint import CheckpointReader
+from refit_transport.cluster.mamba_cpu import standing_in
 from refit_transport.cluster.megatron_cpu import tied_embeddings_stay_on_cpu
-from refit_transport.cluster.megatron_families import family_options, rotary_options
+from refit_transport.cluster.megatron_families import family_options, rotary_options, yarn_attributes
+from refit_transport.cluster.megatron_specs import decoder_spec
 from refit_transport.layout.parallelism import MegatronParallelism
 from refit_transport.layout.presets.facts import Facts
+from refit_transport.layout.presets.families import layer_pattern
 from refit_transport.layout.presets.model import LogicalModel
 from refit_transport.sources.megatron import MegatronSource
 from refit_transport.views import piece_view
-
-
-class SequenceParallelRMSNorm(nn.RMSNorm):
-    """RMSNorm marked for sequence parallelism; Megatron's own wrapper of torch's norm refuses it."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_ignored: object) -> None:
-        super().__init__(hidden_size, eps=eps)
-        # Megatron reads this attribute; torch's Parameter doesn't declare it.
-        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
-
-
-class LatentDotProductAttention(DotProductAttention):  # type: ignore[misc]
-    """Attention whose values are of another width than its queries; Megatron's own local class takes one width.
-
-    Latent attention builds one without widths first, and throws it away.
-    """
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        *args: Any,
-        k_channels: int | None = None,
-        v_channels: int | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(config, *args, **options)
-        if k_channels is not None and v_channels is not None:
-            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
-            self.hidden_size_per_attention_head = k_channels
 
 
 def initialize_parallel_state(cut: MegatronParallelism, *, timeout_s: float) -> None:
@@ -95,7 +67,10 @@ def transformer_config(
         **_PLAIN_KERNELS,
         **family_options(facts, model),
     }
-    return (MLATransformerConfig if "multi_latent_attention" in options else TransformerConfig)(**options)
+    config = (MLATransformerConfig if "multi_latent_attention" in options else TransformerConfig)(**options)
+    for name, value in yarn_attributes(facts).items():
+        setattr(config, name, value)
+    return config
 
 
 # Fused kernels come with apex or TransformerEngine; plain torch runs everywhere.
@@ -127,7 +102,9 @@ def _parallel_options(cut: MegatronParallelism) -> dict[str, Any]:
     }
 
 
-def build_chunks(facts: Facts, model: LogicalModel, megatron: TransformerConfig, *, vocab: int) -> tuple[GPTModel, ...]:
+def build_chunks(
+    facts: Facts, model: LogicalModel, megatron: TransformerConfig, *, vocab: int
+) -> tuple[MegatronModule, ...]:
     """This rank's model chunks, in virtual-pipeline order. Collective over the embedding group when tied.
 
     `vocab` is the padded vocabulary. Needs Megatron's parallel state.
@@ -135,45 +112,39 @@ def build_chunks(facts: Facts, model: LogicalModel, megatron: TransformerConfig,
     count = megatron.virtual_pipeline_model_parallel_size
     stages = (None,) if count is None else tuple(range(count))
     with tied_embeddings_stay_on_cpu():
-        return tuple(_build_chunk(facts, model, megatron, vocab=vocab, stage=stage) for stage in stages)
+        chunks = tuple(_build_chunk(facts, model, megatron, vocab=vocab, stage=stage) for stage in stages)
+    if model.architecture == "GemmaForCausalLM":
+        for chunk in chunks:
+            _scale_embedding(chunk, facts.size("hidden_size") ** 0.5)
+    return chunks
 
 
 def _build_chunk(
     facts: Facts, model: LogicalModel, megatron: TransformerConfig, *, vocab: int, stage: int | None
-) -> GPTModel:
-    spec = get_gpt_decoder_block_spec(megatron, use_transformer_engine=False, normalization="RMSNorm", vp_stage=stage)
-    changes: dict[object, object] = {}
-    if megatron.sequence_parallel:
-        changes[WrappedTorchNorm] = SequenceParallelRMSNorm
-    if megatron.multi_latent_attention:
-        changes[DotProductAttention] = LatentDotProductAttention
-    spec = _replaced(spec, changes)
+) -> MegatronModule:
     where = {} if stage is None else {"ignore_virtual": False, "vp_stage": stage}
-    return GPTModel(
-        config=megatron,
-        transformer_layer_spec=spec,
-        vocab_size=vocab,
-        max_sequence_length=facts.size("max_position_embeddings", default=4096),
-        pre_process=parallel_state.is_pipeline_first_stage(**where),
-        post_process=parallel_state.is_pipeline_last_stage(**where),
-        parallel_output=True,
-        share_embeddings_and_output_weights=not any(tensor.group == "lm_head" for tensor in model.main),
-        position_embedding_type="rope",
-        **rotary_options(facts),
-        vp_stage=stage,
-    )
+    common: dict[str, Any] = {
+        "vocab_size": vocab,
+        "max_sequence_length": facts.size("max_position_embeddings", default=4096),
+        "pre_process": parallel_state.is_pipeline_first_stage(**where),
+        "post_process": parallel_state.is_pipeline_last_stage(**where),
+        "parallel_output": True,
+        "share_embeddings_and_output_weights": not any(tensor.group == "lm_head" for tensor in model.main),
+    }
+    if megatron.is_hybrid_model:
+        with nullcontext() if torch.cuda.is_available() else standing_in():
+            from refit_transport.cluster.megatron_mamba import mamba_model
+
+        return mamba_model(megatron, pattern=layer_pattern(facts, "hybrid_override_pattern"), **common)
+    spec = decoder_spec(megatron, stage=stage)
+    return GPTModel(config=megatron, transformer_layer_spec=spec, vp_stage=stage, **rotary_options(facts), **common)
 
 
-def _replaced(spec: Any, changes: Mapping[object, object]) -> Any:
-    """A copy of a module spec in which other classes stand for some of Megatron's."""
-    if isinstance(spec, type):
-        return changes.get(spec, spec)
-    if isinstance(spec, list):
-        return [_replaced(item, changes) for item in spec]
-    if dataclasses.is_dataclass(spec):
-        parts = {field.name: _replaced(getattr(spec, field.name), changes) for field in dataclasses.fields(spec)}
-        return dataclasses.replace(spec, **parts)  # type: ignore[type-var]
-    return spec
+def _scale_embedding(chunk: nn.Module, scale: float) -> None:
+    """Gemma multiplies what the embedding gives; Megatron's embedding doesn't. The first stage's chunk has one."""
+    embedding = getattr(chunk, "embedding", None)
+    if embedding is not None:
+        embedding.register_forward_hook(lambda _module, _inputs, output: output * scale)
 
 
 def keep_router_biases_wide(chunks: Sequence[nn.Module]) -> None:

@@ -146,15 +146,16 @@ def reduce_gradients(chunks: Sequence[GPTModel], *, experts: frozenset[str]) -> 
                     dist.all_reduce(parameter.grad, group=group)
 
 
+_NORMS_OF_HEADS = tuple(f"self_attention.{norm}.weight" for norm in ("q_layernorm", "k_layernorm", "out_norm"))
+
+
 def _gradient_groups(parameter: nn.Parameter, name: str, *, expert: bool) -> Iterable[dist.ProcessGroup]:
     if expert:
         yield parallel_state.get_expert_data_parallel_group()
         return
     yield parallel_state.get_data_parallel_group(with_context_parallel=True)
     # Each TP rank sees its own part of the sequence, or only its own heads.
-    partial = getattr(parameter, "sequence_parallel", False) or name.endswith(
-        ("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight")
-    )
+    partial = getattr(parameter, "sequence_parallel", False) or name.endswith(_NORMS_OF_HEADS)
     if partial:
         yield parallel_state.get_tensor_model_parallel_group()
     if getattr(parameter, "shared_embedding", False) and parallel_state.is_rank_in_embedding_group():

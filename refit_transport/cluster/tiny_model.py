@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -58,7 +59,11 @@ def _make(folder: Path, wanted: TinyModel) -> None:
 
 def _is_there(folder: Path, wanted: TinyModel) -> bool:
     marker = folder / _MARKER
-    return marker.is_file() and marker.read_text(encoding="utf-8") == wanted.model_dump_json()
+    return marker.is_file() and marker.read_text(encoding="utf-8") == _marks(wanted)
+
+
+def _marks(wanted: TinyModel) -> str:
+    return json.dumps({"kind": wanted.kind, "seed": wanted.seed, "config": wanted.hf_config()})
 
 
 def _write(folder: Path, wanted: TinyModel) -> None:
@@ -67,8 +72,8 @@ def _write(folder: Path, wanted: TinyModel) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as made:
         model = Path(made) / "model"
-        save_tiny_model(model, kind=wanted.kind, seed=wanted.seed, **wanted.hf_config())
-        (model / _MARKER).write_text(wanted.model_dump_json(), encoding="utf-8")
+        save_tiny_model(model, kind=wanted.kind, seed=wanted.seed, **wanted.changes())
+        (model / _MARKER).write_text(_marks(wanted), encoding="utf-8")
         if folder.exists():
             shutil.rmtree(folder)
         model.rename(folder)

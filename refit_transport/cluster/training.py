@@ -28,7 +28,7 @@ from refit_transport.layout.presets.model import LogicalModel
 from refit_transport.views import piece_view
 
 if TYPE_CHECKING:
-    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer.module import MegatronModule
 
     from refit_transport.cluster.megatron_step import MicroBatch
     from refit_transport.sources.megatron import MegatronSource
@@ -116,7 +116,7 @@ class TrainingWorker:
             if parameter.requires_grad
         }
 
-    def _model_chunks(self, *, dtype: torch.dtype, vocab: int) -> Sequence[GPTModel]:
+    def _model_chunks(self, *, dtype: torch.dtype, vocab: int) -> Sequence[MegatronModule]:
         from refit_transport.cluster import megatron_model
 
         megatron = megatron_model.transformer_config(self._facts, self._model, self._cut, dtype=dtype)

@@ -11,8 +11,6 @@ from refit_transport.config.schema import RefitConfig
 from refit_transport.errors import ConfigError, Violation
 from refit_transport.layout.presets.model import LogicalModel
 
-_ARCHITECTURES = {"dense": "Qwen3ForCausalLM", "moe": "Qwen3MoeForCausalLM"}
-
 
 def logical_model(config: RefitConfig) -> LogicalModel:
     """The tensors of the model that is trained: of `refit_run.tiny_model` where it is to be made, else of the folder.
@@ -23,7 +21,7 @@ def logical_model(config: RefitConfig) -> LogicalModel:
     """
     tiny = config.refit_run.tiny_model
     if tiny is not None:
-        return LogicalModel.from_config({"architectures": [_ARCHITECTURES[tiny.kind]], **tiny.hf_config()})
+        return LogicalModel.from_config(tiny.hf_config())
     folder = Path(config.policy.model_name)
     if not folder.is_dir():
         raise _unusable(config, "is no folder")

@@ -62,7 +62,6 @@ RULES: tuple[Rule, ...] = (
     Rule(rules_limits.commit_is_available, reads=_of_both("commit")),
     Rule(rules_limits.vllm_precision_is_plain, reads=(f"{VLLM}.precision",)),
     Rule(rules_limits.context_is_whole, reads=(_CONTEXT,)),
-    Rule(rules_limits.engine_has_one_stage, reads=(_VLLM_PIPELINE,)),
     Rule(rules_limits.experts_stay_in_an_engine, reads=(_VLLM_TENSOR, _VLLM_EXPERT)),
     Rule(rules_limits.weights_are_the_checkpoints, reads=tuple(rules_limits.OTHER_WEIGHTS)),
     Rule(rules_run.transport_is_known, reads=(_TRANSPORT,)),
@@ -76,11 +75,13 @@ RULES: tuple[Rule, ...] = (
     Rule(rules_run.sequence_divides, reads=(_TRAINS, _TENSOR, _SEQUENCE, "refit_run.sequence_length")),
     Rule(rules_parallel.generation_has_resources, reads=_RANKS),
     Rule(rules_parallel.training_ranks_divide, reads=(*_RANKS, _TRAINS, *_EXPERT, _PIPELINE)),
-    Rule(rules_parallel.generation_ranks_divide, reads=(*_RANKS, _GENERATES, _VLLM_TENSOR)),
+    Rule(rules_parallel.generation_ranks_divide, reads=(*_RANKS, _GENERATES, _VLLM_TENSOR, _VLLM_PIPELINE)),
     Rule(rules_parallel.sequence_parallel_fits, reads=(_TRAINS, _TENSOR, _SEQUENCE, *_SHAPE)),
     Rule(rules_parallel.training_cuts_tensors_evenly, reads=(_TRAINS, _TENSOR, *_SHAPE)),
     Rule(rules_parallel.training_cuts_experts_evenly, reads=(_TRAINS, *_EXPERT, *_SHAPE)),
     Rule(rules_parallel.training_cuts_layers_evenly, reads=(_TRAINS, _PIPELINE, *_STAGES, *_SHAPE)),
+    Rule(rules_parallel.training_modules_take_it, reads=(_TRAINS, *_EXPERT, *_STAGES, *_SHAPE)),
+    Rule(rules_parallel.generation_cuts_layers, reads=(_GENERATES, _VLLM_PIPELINE, *_SHAPE)),
     Rule(rules_parallel.generation_cuts_tensors_evenly, reads=(_GENERATES, _VLLM_TENSOR, _VLLM_EXPERT, *_SHAPE)),
 )
 

@@ -41,7 +41,17 @@ TRAINED = (
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
     "Glm4MoeForCausalLM",
+    "GptOssForCausalLM",
+    "Qwen3NextForCausalLM",
+    "NemotronHForCausalLM",
+    "GemmaForCausalLM",
 )
+# Why the others that plans know aren't.
+_MISSING: Mapping[str, str] = {
+    "Gemma3ForCausalLM": "Megatron-core has no norms behind attention and MLP",
+    "Gemma3ForConditionalGeneration": "Megatron-core has no norms behind attention and MLP",
+    "Qwen3_5MoeForConditionalGeneration": "multimodal models are not built",
+}
 
 
 def not_colocated(job: Job) -> Iterator[Violation]:
@@ -71,7 +81,8 @@ def megatron_trains(job: Job) -> Iterator[Violation]:
 def architecture_is_trained(job: Job) -> Iterator[Violation]:
     """Training workers build a Megatron model of the checkpoint's architecture."""
     if job.model is not None and job.model.architecture not in TRAINED:
-        reason = f"has the architecture {job.model.architecture}, whose training is not available yet"
+        why = _MISSING[job.model.architecture]
+        reason = f"has the architecture {job.model.architecture}, whose training is not available yet: {why}"
         remedy = f"use a model of {', '.join(TRAINED)}"
         yield Violation(MODEL, shown(job.config.policy.model_name), reason, remedy)
 
@@ -89,13 +100,6 @@ def context_is_whole(job: Job) -> Iterator[Violation]:
     if (size := job.config.policy.megatron_cfg.context_parallel_size) > 1:
         reason = "must be 1: training with context parallelism is not available yet"
         yield Violation(f"{MEGATRON}.context_parallel_size", str(size), reason, "set it to 1")
-
-
-def engine_has_one_stage(job: Job) -> Iterator[Violation]:
-    """Every rank of an engine has all layers."""
-    if (size := job.config.policy.generation.vllm_cfg.pipeline_parallel_size) > 1:
-        reason = "must be 1: vLLM engines of several pipeline stages are not available yet"
-        yield Violation(f"{VLLM}.pipeline_parallel_size", str(size), reason, "set it to 1")
 
 
 def experts_stay_in_an_engine(job: Job) -> Iterator[Violation]:

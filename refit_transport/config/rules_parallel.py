@@ -21,6 +21,7 @@ from refit_transport.layout.presets.building import (
     expert_misfits,
     expert_training_misfits,
     expert_width_misfits,
+    module_misfits,
 )
 
 
@@ -70,10 +71,16 @@ def training_ranks_divide(job: Job) -> Iterator[Violation]:
 
 def generation_ranks_divide(job: Job) -> Iterator[Violation]:
     """Whole engines fill the generation ranks."""
-    tensor, ranks = job.config.policy.generation.vllm_cfg.tensor_parallel_size, job.config.generation_ranks
-    if _vllm_generates(job.config) and _ranks_are_known(job.config) and ranks % tensor:
-        path, remedy = f"{VLLM}.tensor_parallel_size", f"change it or {COLOCATED}.resources"
-        yield Violation(path, str(tensor), f"must divide the {ranks} generation ranks", remedy)
+    vllm, ranks = job.config.policy.generation.vllm_cfg, job.config.generation_ranks
+    if not (_vllm_generates(job.config) and _ranks_are_known(job.config)):
+        return
+    tensor, stages, remedy = vllm.tensor_parallel_size, vllm.pipeline_parallel_size, f"or {COLOCATED}.resources"
+    reason = f"must divide the {ranks} generation ranks"
+    if ranks % tensor:
+        yield Violation(f"{VLLM}.tensor_parallel_size", str(tensor), reason, f"change it {remedy}")
+    elif ranks % (tensor * stages):
+        reason = f"times tensor_parallel_size = {tensor} {reason}"
+        yield Violation(f"{VLLM}.pipeline_parallel_size", str(stages), reason, f"change it {remedy}")
 
 
 def sequence_parallel_fits(job: Job) -> Iterator[Violation]:
@@ -122,6 +129,23 @@ def training_cuts_layers_evenly(job: Job) -> Iterator[Violation]:
     has_stages = megatron.pipeline_model_parallel_size > 1
     remedy = f"{_DIVISOR}, or change num_layers_in_first_pipeline_stage or ..._last_..." if has_stages else "remove it"
     yield from _trained(misfits, remedy)
+
+
+def training_modules_take_it(job: Job) -> Iterator[Violation]:
+    """Megatron's own conditions on single models."""
+    megatron, model = job.config.policy.megatron_cfg, job.model
+    if megatron.enabled and model is not None:
+        chunks = megatron.virtual_pipeline_model_parallel_size or 1
+        misfits = module_misfits(model, virtual_pipeline=chunks, expert_tensor=megatron.expert_tensor_ranks)
+        yield from _trained(misfits, "set it to 1")
+
+
+def generation_cuts_layers(job: Job) -> Iterator[Violation]:
+    """Every stage of an engine has layers."""
+    size, model = job.config.policy.generation.vllm_cfg.pipeline_parallel_size, job.model
+    if _vllm_generates(job.config) and model is not None and size > model.layers:
+        reason = f"must be at most {model.layers}, the model's layers"
+        yield Violation(f"{VLLM}.pipeline_parallel_size", str(size), reason, "lower it")
 
 
 def generation_cuts_tensors_evenly(job: Job) -> Iterator[Violation]:

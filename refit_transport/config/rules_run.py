@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Iterator
 
 from refit_transport.config.facts import Job
-from refit_transport.config.keys import shown
+from refit_transport.config.keys import nearest, shown
 from refit_transport.config.paths import CLUSTER, GENERATION, REFIT_CFG, VLLM
+from refit_transport.config.tiny_models import PATTERN, TINY_MODELS
 from refit_transport.errors import Violation
 
 
@@ -24,16 +25,29 @@ def model_is_readable(job: Job) -> Iterator[Violation]:
 
 
 def tiny_model_is_consistent(job: Job) -> Iterator[Violation]:
-    """The sizes make a model."""
+    """The kind has the keys that are set, and the sizes make a model."""
     model = job.config.refit_run.tiny_model
     if model is None:
         return
-    if model.num_attention_heads % model.num_key_value_heads:
-        path, value = "refit_run.tiny_model.num_key_value_heads", str(model.num_key_value_heads)
-        yield Violation(path, value, f"must divide num_attention_heads = {model.num_attention_heads}", "use a divisor")
-    if model.kind == "moe" and model.num_experts_per_tok > model.num_experts:
-        path, value = "refit_run.tiny_model.num_experts_per_tok", str(model.num_experts_per_tok)
-        yield Violation(path, value, f"must be at most num_experts = {model.num_experts}", "lower it")
+    path, known = "refit_run.tiny_model", TINY_MODELS[model.kind].config
+    for key, value in model.changes().items():
+        if key not in known:
+            where = f"{path}.config.{key}" if key in model.config else f"{path}.{key}"
+            near = nearest(key, tuple(known)) if key in model.config else None
+            remedy = f"did you mean {near!r}?" if near else "remove it"
+            yield Violation(where, shown(value), f"is no key of the kind {model.kind}", remedy)
+    config = model.hf_config()
+    if (model.num_hidden_layers or config["num_hidden_layers"]) != config["num_hidden_layers"]:
+        reason = f"must be the {config['num_hidden_layers']} layers of {PATTERN} {config[PATTERN]!r}"
+        yield Violation(f"{path}.num_hidden_layers", str(model.num_hidden_layers), reason, "remove it")
+    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+    if heads % groups:
+        reason = f"must divide num_attention_heads = {heads}"
+        yield Violation(f"{path}.num_key_value_heads", str(groups), reason, "use a divisor")
+    experts = TINY_MODELS[model.kind].experts_key
+    if experts is not None and config["num_experts_per_tok"] > config[experts]:
+        value, reason = str(config["num_experts_per_tok"]), f"must be at most num_experts = {config[experts]}"
+        yield Violation(f"{path}.num_experts_per_tok", value, reason, "lower it")
 
 
 def buffers_nest(job: Job) -> Iterator[Violation]:

@@ -14,6 +14,7 @@ from pydantic import Field, PrivateAttr
 
 from refit_transport.config.base import Count, Number, Port, Section, TokenId
 from refit_transport.config.settings import RefitSettings
+from refit_transport.config.tiny_models import TINY_MODELS, TinyKind, tiny_config
 from refit_transport.config.transport_settings import NcclReshardSettings, Ranks, RefitCfg, TransportSettings
 from refit_transport.layout.parallelism import MegatronParallelism
 from refit_transport.planning.routing import RouteRule
@@ -97,9 +98,8 @@ class Vllm(Section):
     """`policy.generation.vllm_cfg`: how the generation side is cut and run."""
 
     tensor_parallel_size: Count = 1
-    # More than 1 is not available yet.
     pipeline_parallel_size: Count = 1
-    # 1: experts are cut by tensor parallelism. tensor_parallel_size: they are spread whole over the ranks of an engine.
+    # 1: experts are cut by tensor parallelism. tensor_parallel_size: they are spread whole over the ranks of a stage.
     expert_parallel_size: Count = 1
     # null: as policy.precision.
     precision: str | None = None
@@ -109,6 +109,11 @@ class Vllm(Section):
     enforce_eager: bool = False
     # What the engine loads before the first refit; `dummy` is random weights.
     load_format: Literal["auto", "dummy", "safetensors"] = "auto"
+
+    @property
+    def ranks(self) -> int:
+        """Of one engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 class Generation(Section):
@@ -147,28 +152,41 @@ class Cluster(Section):
 
 
 class TinyModel(Section):
-    """`refit_run.tiny_model`: a Qwen3 of random weights for `run` to make; keys as in Hugging Face's config.json."""
+    """`refit_run.tiny_model`: a model of random weights for `run` to make; keys as in Hugging Face's config.json.
 
-    kind: Literal["dense", "moe"]
+    What is null is as `tiny_models.TINY_MODELS` has it for the kind.
+    """
+
+    # dense and moe are Qwen3.
+    kind: TinyKind
     seed: Annotated[int, Field(ge=0)] = 0
-    vocab_size: Count = 256
-    hidden_size: Count = 64
-    num_hidden_layers: Count = 2
-    num_attention_heads: Count = 4
-    num_key_value_heads: Count = 2
-    head_dim: Count = 32
-    intermediate_size: Count = 128
-    max_position_embeddings: Count = 128
-    tie_word_embeddings: bool = False
-    # Only of kind moe.
-    num_experts: Count = 8
-    num_experts_per_tok: Count = 2
-    moe_intermediate_size: Count = 64
+    vocab_size: Count | None = None
+    hidden_size: Count | None = None
+    num_hidden_layers: Count | None = None
+    num_attention_heads: Count | None = None
+    num_key_value_heads: Count | None = None
+    head_dim: Count | None = None
+    intermediate_size: Count | None = None
+    max_position_embeddings: Count | None = None
+    tie_word_embeddings: bool | None = None
+    # Only of kinds with experts, however their config spells it.
+    num_experts: Count | None = None
+    num_experts_per_tok: Count | None = None
+    moe_intermediate_size: Count | None = None
+    # Other keys of the kind's config, such as sliding_window of gpt_oss.
+    config: Mapping[str, Any] = {}
+
+    def changes(self) -> dict[str, Any]:
+        """The keys that are set, as the kind's config spells them."""
+        found = self.model_dump(exclude={"kind", "seed", "config"}, exclude_none=True)
+        experts = TINY_MODELS[self.kind].experts_key
+        if "num_experts" in found and experts is not None:
+            found[experts] = found.pop("num_experts")
+        return {**found, **self.config}
 
     def hf_config(self) -> dict[str, Any]:
-        """The keys for Qwen3Config or Qwen3MoeConfig."""
-        expert_keys = {"num_experts", "num_experts_per_tok", "moe_intermediate_size"}
-        return self.model_dump(exclude={"kind", "seed"} | (expert_keys if self.kind == "dense" else set()))
+        """All the keys for the kind's config class."""
+        return tiny_config(self.kind, self.changes())
 
 
 class RefitRun(Section):
@@ -227,7 +245,7 @@ class RefitConfig(Section):
     @property
     def engines(self) -> int:
         """vLLM engines, which is data parallelism of the generation side."""
-        return self.generation_ranks // self.policy.generation.vllm_cfg.tensor_parallel_size
+        return self.generation_ranks // self.policy.generation.vllm_cfg.ranks
 
     @property
     def sequence_length(self) -> int:

@@ -41,7 +41,7 @@ _EXAMPLES: Mapping[str, str] = {
     "policy.generation.colocated.enabled": "false",
     "cluster": "gpus_per_node and num_nodes",
     "cluster.gpus_per_node": "ranks of one node, for training and generation together",
-    "refit_run.tiny_model.kind": "dense or moe",
+    "refit_run.tiny_model.kind": "dense, moe, llama or another kind",
     "data": "train, with a dataset_name",
     "data.train": "dataset_name, and kwargs where the task takes some",
     "data.train.dataset_name": "first_digit_echo, or 'package.module:Class'",

@@ -120,6 +120,15 @@ def expert_training_misfits(model: LogicalModel, *, tensor: int, sequence_parall
         yield Misfit("sequence_parallel", sequence_parallel, reason)
 
 
+def module_misfits(model: LogicalModel, *, virtual_pipeline: int, expert_tensor: int) -> Iterator[Misfit]:
+    """What Megatron's modules of some models can't do."""
+    if virtual_pipeline > 1 and any(".mixer." in tensor.name for tensor in model.main):
+        reason = "must be 1: Megatron gives a rank one chunk of a hybrid model"
+        yield Misfit("virtual_pipeline", virtual_pipeline, reason)
+    if expert_tensor > 1 and any(tensor.row.experts and tensor.name.endswith("bias") for tensor in model.main):
+        yield Misfit("expert_tensor", expert_tensor, "must be 1: Megatron doesn't cut experts that have biases")
+
+
 def width_misfits(
     model: LogicalModel, role: Role, *, tensor: int, expert_tensor: int, spec: Spec = "transformer_engine"
 ) -> Iterator[Misfit]:

@@ -127,6 +127,13 @@ def gpt_oss(facts: Facts) -> Outline:
     return _decoder(facts, [layer] * facts.size("num_hidden_layers"))
 
 
+def gemma(facts: Facts) -> Outline:
+    """Gemma 1: Llama with zero-centred norms and tied embeddings."""
+    attention = blocks.grouped_query_attention(facts, bias=False, output_bias=False, qk_norm=False, gated=False)
+    layer = zero_centered(*_layer(facts, self_attn=attention, mlp=blocks.dense_mlp(facts)))
+    return _decoder(facts, [layer] * facts.size("num_hidden_layers"), centered=True, tied=True)
+
+
 def gemma3(facts: Facts) -> Outline:
     """Gemma 3: four norms a layer, tied embeddings, a vision tower in the larger ones."""
     text, vision = facts.section("text_config"), facts.get("vision_config")
@@ -148,11 +155,11 @@ def gemma3(facts: Facts) -> Outline:
 def nemotron_h(facts: Facts) -> Outline:
     """Nemotron-H and Nemotron 3: every layer is one mixer, by the letters of a pattern: M Mamba, * attention, - MLP,
     E experts."""
-    pattern = _pattern(facts, "hybrid_override_pattern")
+    pattern = layer_pattern(facts, "hybrid_override_pattern")
     drafter: list[Row] = []
     kinds = {kind: _mixer(facts, kind) for kind in dict.fromkeys(pattern)}
     hidden, repeats = facts.size("hidden_size"), facts.count("num_nextn_predict_layers")
-    draft = _pattern(facts, "mtp_hybrid_override_pattern") if repeats else ""
+    draft = layer_pattern(facts, "mtp_hybrid_override_pattern") if repeats else ""
     for number, kind in enumerate(draft * repeats):
         rows = [*_mixer(facts, kind)]
         if number % len(draft) == 0:
@@ -190,6 +197,7 @@ FAMILIES: Mapping[str, Callable[[Facts], Outline]] = {
     "Glm4MoeForCausalLM": glm4_moe,
     "MixtralForCausalLM": mixtral,
     "GptOssForCausalLM": gpt_oss,
+    "GemmaForCausalLM": gemma,
     "Gemma3ForCausalLM": gemma3,
     "Gemma3ForConditionalGeneration": gemma3,
     "NemotronHForCausalLM": nemotron_h,
@@ -198,7 +206,7 @@ FAMILIES: Mapping[str, Callable[[Facts], Outline]] = {
 _LAYER_TYPES = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-", "moe": "E"}
 
 
-def _pattern(facts: Facts, key: str) -> str:
+def layer_pattern(facts: Facts, key: str) -> str:
     """The letters of the layers; transformers 5 writes a list of words instead."""
     listed = "layers_block_type" if key.startswith("hybrid") else "mtp_layers_block_type"
     pattern = facts.get(key) or "".join(_LAYER_TYPES.get(word, "?") for word in facts.get(listed) or ())

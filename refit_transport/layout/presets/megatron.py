@@ -27,6 +27,7 @@ from refit_transport.layout.presets.building import (
     expert_misfits,
     expert_training_misfits,
     join,
+    module_misfits,
     padded_to,
     width_misfits,
 )
@@ -104,6 +105,7 @@ def training_misfits(model: LogicalModel, cut: MegatronParallelism, *, world_siz
         *found,
         *sequence_misfits(tensor=cut.tensor, sequence_parallel=cut.sequence_parallel),
         *expert_training_misfits(model, tensor=cut.tensor, sequence_parallel=cut.sequence_parallel),
+        *module_misfits(model, virtual_pipeline=cut.virtual_pipeline, expert_tensor=cut.experts_over),
     )
 
 

@@ -28,6 +28,7 @@ _ON_EVERY_STAGE: Mapping[str, frozenset[Group]] = {
     "Qwen3MoeForCausalLM": _VOCABULARY | {"norm"},
     "MixtralForCausalLM": _VOCABULARY | {"norm"},
     "GptOssForCausalLM": _VOCABULARY | {"norm"},
+    "GemmaForCausalLM": _VOCABULARY | {"norm"},
     "Gemma3ForCausalLM": _VOCABULARY | {"norm"},
     "Gemma3ForConditionalGeneration": _VOCABULARY | {"norm"},
     "NemotronHForCausalLM": _VOCABULARY | {"norm"},
