@@ -102,16 +102,26 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def small_config(kind: str) -> dict[str, Any]:
+    return {**_COMMON, **_KINDS[kind][1]}
+
+
 def make_checkpoint(
-    folder: Path, *, kind: str = "qwen3", seed: int = 0, max_shard_size: str = "1GB", **overrides: Any
+    folder: Path,
+    *,
+    kind: str = "qwen3",
+    seed: int = 0,
+    max_shard_size: str = "1GB",
+    dtype: torch.dtype = torch.float32,
+    **overrides: Any,
 ) -> Path:
     """Saves a model of one of the kinds with random weights; biases, norms and buffers are random too."""
     import transformers
 
-    name, extra = _KINDS[kind]
+    name, _ = _KINDS[kind]
     config_class, model_class = getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}ForCausalLM")
     torch.manual_seed(seed)
-    options = {**_COMMON, **extra, **overrides}
+    options = {**small_config(kind), **overrides}
     if "hybrid_override_pattern" in options:
         options["num_hidden_layers"] = len(options["hybrid_override_pattern"])
     if kind == "qwen3_next":
@@ -122,7 +132,7 @@ def make_checkpoint(
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "norm" in name or name.endswith(("bias", ".D", "A_log")):
                 tensor.add_(torch.randn_like(tensor) * 0.1)
-    model.to(torch.float32).save_pretrained(folder, max_shard_size=max_shard_size)
+    model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
 
 

@@ -41,6 +41,7 @@ def run(kind: str, folder: Path, port: int) -> dict[str, Any]:
         held["state"] = states[name]
         session.run(version)
         found[f"{version}: says what a fresh {name} says"] = engine.outputs() == wanted[name]
+    found["shard to shard"] = session.plan.summary().shard_to_shard
     session.close()
     return found
 
