@@ -73,6 +73,7 @@ def _sparse(
     five: Mapping[str, Any] = MappingProxyType({"num_hidden_layers": 5}),
     four: Cut = _FOUR,
     heads: Mapping[str, Any] = MappingProxyType({}),
+    spread: int = 4,
 ) -> list[Pair]:
     """One pair in CI, and the others at other awkward borders; `heads` where vLLM can't copy KV heads."""
     return [
@@ -80,7 +81,7 @@ def _sparse(
         # Megatron has biases of experts only where ETP is 1.
         Pair(kind, Cut(expert_tensor=2), 2, Engine()) if etp else Pair(kind, Cut(expert=2), 2, Engine()),
         Pair(kind, _UNEVEN, 2, Engine(pipeline=2), dict(five)),
-        Pair(kind, Cut(expert=3), 3, Engine(4, expert=4), {experts: 6, **heads}),
+        Pair(kind, Cut(expert=3), 3, Engine(spread, expert=spread), {experts: 6, **heads}),
         Pair(kind, four, 4, Engine(4), {"vocab_size": 1003, **heads}, _PADDED | {"precision": "bfloat16"}),
     ]
 
@@ -111,7 +112,8 @@ PAIRS = (
     *_sparse("deepseek_v2", "n_routed_experts", Engine(pipeline=2)),
     *_sparse("deepseek_v3", "n_routed_experts", Engine(2, expert=2)),
     *_sparse("glm", "n_routed_experts", Engine(2, expert=2)),
-    *_sparse("gpt_oss", "num_local_experts", Engine(2), etp=False, heads={"num_key_value_heads": 4}),
+    # vLLM loads its experts onto ranks that have equally many.
+    *_sparse("gpt_oss", "num_local_experts", Engine(2), etp=False, heads={"num_key_value_heads": 4}, spread=2),
     *_sparse("qwen3_next", "num_experts", Engine(2)),
     # vLLM wants experts on each stage.
     *_sparse(
@@ -144,7 +146,7 @@ def _checkpoint(folder, pair, *, seed):
     if pair.kind == "deepseek_v3":
         unusual["topk_method"] = "noaux_tc"  # or vLLM has no biases of its router
     if pair.kind == "gpt_oss":
-        unusual["intermediate_size"] = 64  # each column of gate and up is a box
+        unusual["intermediate_size"] = 128  # each column of gate and up is a box
         # vLLM wants YaRN's numbers; Hugging Face and Megatron rotate plainly.
         unusual["rope_parameters"] = config["rope_parameters"] | _YARN
     return make_checkpoint(folder, kind=pair.kind, seed=seed, dtype=torch.bfloat16, **unusual)
