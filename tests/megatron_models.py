@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from refit_transport.config.tiny_models import TinyKind
+from refit_transport.config.tiny_models import TinyKind, tiny_config
 from refit_transport.testing.models import save_tiny_model
 
 # Smaller still than what vLLM takes.
@@ -50,6 +50,12 @@ _KINDS: dict[str, tuple[TinyKind, dict[str, Any]]] = {
     "nemotron_moe": ("nemotron_h_moe", {**_MAMBA, **_EXPERTS, "moe_shared_expert_intermediate_size": 40}),
     "gemma": ("gemma", {}),
 }
+
+
+def small_config(kind: str) -> dict[str, Any]:
+    """The config of a kind as `make_checkpoint` makes it."""
+    name, smaller = _KINDS[kind]
+    return tiny_config(name, {**_SIZES, **smaller})
 
 
 def make_checkpoint(folder: Path, *, kind: str = "qwen3", **overrides: Any) -> Path:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from megatron_export import export
+from support_names import architecture, serving_layout, training_layout
 
 from refit_transport.cluster.async_generation import AsyncGenerationWorker, KvCache
 from refit_transport.cluster.generation import EngineConfig, GenerationWorker
@@ -167,18 +168,15 @@ class Case:
     def row(self) -> dict[str, str]:
         """What the support matrix calls this case."""
         unusual = {key: value for key, value in dict(self.model).items() if key != "num_hidden_layers"}
-        names = [{"dense": "Qwen3", "moe": "Qwen3-MoE"}[self.kind], *(f"{k} {v}" for k, v in unusual.items())]
-        engines = f", {self.engines} engines" if self.engines > 1 else ""
-        target = f"TP{self.tensor}{' EP' if self.expert_parallel else ''}{engines}"
-        return {"architecture": ", ".join(names), "source": megatron_layout(self.train), "target": target}
+        return {
+            "architecture": architecture({"dense": "qwen3", "moe": "qwen3_moe"}[self.kind], unusual),
+            "source": training_layout(self.train, ranks=2),
+            "target": serving_layout(self.cut),
+        }
 
-
-def megatron_layout(cut: MegatronParallelism) -> str:
-    """The sizes above 1, such as "TP2 EP2 ETP1"."""
-    etp = cut.expert_tensor if cut.expert_tensor != cut.tensor else 0
-    named = {"TP": cut.tensor, "PP": cut.pipeline, "VPP": cut.virtual_pipeline, "EP": cut.expert}
-    sizes = [f"{name}{size}" for name, size in named.items() if size > 1] + ([f"ETP{etp}"] if etp else [])
-    return " ".join(sizes) or "TP1"
+    @property
+    def cut(self) -> EngineParallelism:
+        return EngineParallelism(self.tensor, self.engines, self.tensor if self.expert_parallel else 1)
 
 
 class RunningCase:
@@ -244,14 +242,9 @@ class RunningCase:
     def planned(self, **changes: Any) -> PlanSummary:
         """What presets of both sides say beforehand."""
         case, settings = self.case, self.settings(**changes)
-        logical, expert = LogicalModel.from_config(read_config(self.folder)), case.tensor if case.expert_parallel else 1
+        logical = LogicalModel.from_config(read_config(self.folder))
         source = source_manifest(logical, case.train, world_size=self.policy.count, dtype=case.dtype)
-        target = target_manifest(
-            logical,
-            EngineParallelism(case.tensor, case.engines, expert),
-            first_rank=self.policy.count,
-            dtype=case.dtype,
-        )
+        target = target_manifest(logical, case.cut, first_rank=self.policy.count, dtype=case.dtype)
         return RefitPlan(Job(source, target, Topology.of(settings.domains or ()), settings)).summary()
 
     def exported(self) -> dict[str, np.ndarray]:

@@ -139,6 +139,28 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 
 
+_VLLM_SIZES: dict[str, int] = {
+    "hidden_size": 256,
+    "head_dim": 64,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "mamba_head_dim": 32,
+    "ssm_state_size": 16,
+}
+
+
+def vllm_sizes(config: dict[str, Any]) -> dict[str, int]:
+    """Sizes that vLLM's kernels take, of what this config has."""
+    return {key: size for key, size in _VLLM_SIZES.items() if config.get(key)}
+
+
 def qwen(
     *,
     layers: int = 4,

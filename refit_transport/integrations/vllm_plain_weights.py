@@ -3,8 +3,8 @@
 vLLM's CPU kernels compute with packed copies: linear weights are emptied after packing, expert weights are packed in
 place. That makes a refit stage and pack whole layers, and its packed expert kernel doesn't know expert parallelism
 (vLLM 0.32 crashes). In this mode linear layers use `torch.nn.functional.linear` and experts a loop over the live
-`w13_weight` and `w2_weight` that honours the expert map, and takes experts without a gate (Nemotron), for which vLLM
-has no CPU kernel. Slower, and meant for tests, small models and proofs.
+`w13_weight` and `w2_weight` that honours the expert map. Experts without a gate (Nemotron-H), for which vLLM has no CPU
+kernel, run too. Slower, and meant for tests, small models and proofs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from refit_transport.integrations.vllm_seams import attribute, require_parameter
 
 _UTILS = "vllm.model_executor.layers.utils"
 _EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
-_EXPERT_CONFIG = "vllm.model_executor.layers.fused_moe.config"
+_CONFIG = "vllm.model_executor.layers.fused_moe.config"
 _APPLY = (
     "self",
     "output",
@@ -38,8 +38,7 @@ _APPLY = (
     "expert_tokens_meta",
     "apply_router_weight_on_input",
 )
-_UNGATED = "relu2_no_mul"
-_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai", _UNGATED)
+_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai", "relu2_no_mul")
 
 
 def use_plain_weights() -> None:
@@ -52,7 +51,7 @@ def use_plain_weights() -> None:
         raise seam_error("plain-weights mode", "the CPU platform")
     _patch_linear()
     _patch_experts()
-    _accept_ungated_experts()
+    _permit_ungated_experts()
 
 
 def _patch_linear() -> None:
@@ -87,25 +86,26 @@ def _patch_experts() -> None:
     base.process_weights_after_loading = _keep_expert_weights
     # vLLM asks this when it builds the model, so an unknown activation fails there and not in the first request.
     base._supports_activation = staticmethod(_supports_activation)
-    base._supports_no_act_and_mul = staticmethod(lambda: True)
 
 
-def _accept_ungated_experts() -> None:
-    """vLLM refuses them on CPU as the last thing that it checks of a layer's config."""
-    owner = attribute(_EXPERT_CONFIG, "FusedMoEConfig")
+def _permit_ungated_experts() -> None:
+    """vLLM refuses them on CPU in the last check of the layer's config."""
+    owner = attribute(_CONFIG, "FusedMoEConfig")
     original = owner.__post_init__
-    if getattr(original, "accepts_ungated", False):
+    if getattr(original, "permits_ungated", False):
         return
+    require_parameters(original, f"{_CONFIG}:FusedMoEConfig.__post_init__", ("self",))
 
     def __post_init__(self: Any) -> None:  # noqa: N807 - vLLM's method
         try:
             original(self)
         except NotImplementedError as error:
-            if "is_act_and_mul=False" not in str(error):
+            if not str(error).startswith("is_act_and_mul=False is supported only for"):
                 raise
 
-    __post_init__.accepts_ungated = True  # type: ignore[attr-defined]
+    __post_init__.permits_ungated = True  # type: ignore[attr-defined]
     owner.__post_init__ = __post_init__
+    attribute(_EXPERTS, "CPUUnquantizedExperts")._supports_no_act_and_mul = staticmethod(lambda: True)
 
 
 def _supports_activation(activation: Any) -> bool:
@@ -136,8 +136,8 @@ def _apply_experts(
 ) -> None:
     """Sums each token's local experts into `output` [tokens, hidden]; other ranks' experts add nothing.
 
-    `w1` is [experts, 2 x intermediate, hidden] with the gates first (gpt-oss: with gate and up rows in turn; Nemotron:
-    without gates), `w2` [experts, hidden, intermediate].
+    `w1` is [experts, 2 x intermediate, hidden] with the gates first (gpt-oss: with gate and up rows in turn; without
+    gates: [experts, intermediate, hidden]), `w2` [experts, hidden, intermediate].
     """
     ids = topk_ids.long() if expert_map is None else expert_map.to(topk_ids.device)[topk_ids.long()]
     total = torch.zeros(hidden_states.shape[0], w2.shape[1], dtype=torch.float32, device=hidden_states.device)
@@ -154,11 +154,11 @@ def _apply_experts(
 
 
 def _activate(activation: Any, projected: torch.Tensor) -> torch.Tensor:
-    """The experts' inner values of their gate and up projections, [tokens, 2 x intermediate], or of up alone."""
-    if activation.value == _UNGATED:
-        return functional.relu(projected).square()
+    """The experts' inner values of gate and up projections, [tokens, 2 x intermediate], or of up alone (`no_mul`)."""
     if activation.value == "swigluoai":
         return _swiglu_oai(projected)
+    if activation.value == "relu2_no_mul":
+        return functional.relu(projected).square()
     gate, up = projected.chunk(2, dim=-1)
     if activation.value == "silu":
         return functional.silu(gate) * up

@@ -103,7 +103,8 @@ def _bytes_problem(layer: Layer, writes: Iterable[Write], zeroed: Iterable[Regio
 
 def same_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Equality of bits, so that NaNs are equal to themselves and -0 differs from 0."""
-    return torch.equal(first.reshape(-1).view(torch.uint8), second.reshape(-1).view(torch.uint8))
+    one, other = (each.reshape(-1).contiguous().view(torch.uint8) for each in (first, second))
+    return torch.equal(one, other)
 
 
 def _unproven_problem(layer: Layer, written: Collection[str], checkpoint: ReadPart | None) -> str | None:

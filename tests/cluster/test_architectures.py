@@ -18,7 +18,8 @@ from megatron_ranks import loaded_and_changed
 from preset_checks import contents
 from rank_pool import RankPool
 from safetensors.torch import load_file, save_file
-from support_records import SupportRecord
+from support_names import architecture, training_layout
+from support_records import SupportRecord, supports
 
 from refit_transport.config.checkpoint_config import read_config
 from refit_transport.layout.manifest import Manifest
@@ -44,7 +45,13 @@ class Case:
 
     @property
     def marked(self) -> Any:
-        marks = [pytest.mark.nightly] if self.nightly else []
+        row = supports(
+            architecture=architecture(self.kind, self.model),
+            source=training_layout(self.cut, ranks=self.ranks),
+            target="TP1, TP2, TP2 x DP2",
+            level="held",
+        )
+        marks = [row, *([pytest.mark.nightly] if self.nightly else [])]
         return pytest.param(self, id=f"{self.kind}-{self.layout}", marks=marks)
 
 
@@ -112,13 +119,6 @@ def _largest(one: list[list[float]], other: list[list[float]]) -> float:
 def test_ranks_hold_what_hugging_face_computes_with(
     case: Case, tmp_path: Path, request: pytest.FixtureRequest, support_record: SupportRecord
 ) -> None:
-    support_record(
-        architecture=case.kind,
-        source=case.layout,
-        target="TP1, TP2, TP2 x DP2",
-        level="held",
-        proof="pieces bit-exact, log-probabilities of Hugging Face, plans proved",
-    )
     pool: RankPool = request.getfixturevalue("two_ranks" if case.ranks == 2 else "four_ranks")
     folder = make_checkpoint(tmp_path, kind=case.kind, **case.model)
     logical = LogicalModel.from_config(read_config(folder))
@@ -154,6 +154,7 @@ def test_ranks_hold_what_hugging_face_computes_with(
     (folder / "changed").rename(folder / "model.safetensors")
     assert _largest(outcomes[0].logprobs["perturbed"], model_logprobs(load_model(folder), prompts)) <= 5e-5
     assert _largest(outcomes[0].logprobs["perturbed"], outcomes[0].logprobs["loaded"]) > 1e-2
+    support_record(proof="pieces bit-exact, log-probabilities of Hugging Face, plans proved")
 
 
 @pytest.mark.e2e

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from refit_jobs import ENVIRONMENT, TIMEOUT_S, Case, RunningCase, largest_difference, wrong_parameters
+from support_records import supports
 
 from refit_transport.cluster.workers import WorkerGroup
 from refit_transport.layout.parallelism import MegatronParallelism as Cut
@@ -29,9 +30,9 @@ CASES = {
 }
 
 
-@pytest.fixture(params=CASES)
+@pytest.fixture(params=[pytest.param(case, id=name, marks=supports(**case.row)) for name, case in CASES.items()])
 def running(request, groups, tmp_path_factory):
-    case = CASES[request.param]
+    case = request.param
     folder = save_tiny_model(tmp_path_factory.mktemp("model"), kind=case.kind, seed=3, **dict(case.model))
     hosts = [groups["engine-tp2"]] if case.tensor == 2 else [groups["engine-a"], groups["engine-b"]]
     job = RunningCase(case, Path(folder), groups["policy"], hosts)
@@ -41,7 +42,6 @@ def running(request, groups, tmp_path_factory):
 
 
 def test_every_rank_serves_exactly_the_policys_weights(running, support_record):
-    support_record(**running.case.row)
     versions = {}
     for name in ("A", "B"):
         # CPU initialisation makes experts of different ranks and layers of different stages alike.
@@ -65,7 +65,7 @@ def test_every_rank_serves_exactly_the_policys_weights(running, support_record):
         assert report.summary.network_bytes < report.summary.old_way_received_bytes
         assert sum(rank.verified for rank in report.ranks) > 0
     proof = "bit-exact on every rank, A-B-A-B, log-probabilities of the trainer"
-    support_record(**running.case.row, shard_to_shard=report.summary.shard_to_shard, proof=proof)
+    support_record(shard_to_shard=report.summary.shard_to_shard, proof=proof)
 
     synchronizer = running.synchronizer(coverage="ffn")
     for version, name in enumerate("AB", start=5):

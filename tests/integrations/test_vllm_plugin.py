@@ -101,6 +101,7 @@ def test_plain_mode_refuses_changed_seams(monkeypatch):
 def _experts(tokens, activation, expert_map):
     generator = torch.Generator().manual_seed(0)
     w1, w2 = torch.randn(4, 12, 8, generator=generator), torch.randn(4, 8, 6, generator=generator)
+    w1 = w1[:, :6] if activation.endswith("_no_mul") else w1
     hidden, ids = torch.randn(tokens, 8, generator=generator), torch.tensor([[0, 3], [2, 1], [3, 2]])
     weights = torch.rand(tokens, 2, generator=generator)
     if expert_map is not None:
@@ -123,7 +124,13 @@ def _swiglu_oai(projected):
     return layers.SwigluOAIAndMul.forward_native(SimpleNamespace(alpha=1.702, limit=7.0), projected)
 
 
-@pytest.mark.parametrize(("name", "activation"), [("silu", _silu), ("swigluoai", _swiglu_oai)])
+def _squared_relu(projected):
+    return import_module("vllm.model_executor.layers.activation").ReLUSquaredActivation.forward_native(None, projected)
+
+
+@pytest.mark.parametrize(
+    ("name", "activation"), [("silu", _silu), ("swigluoai", _swiglu_oai), ("relu2_no_mul", _squared_relu)]
+)
 def test_plain_experts_sum_the_chosen_ones(name, activation):
     output, (hidden, w1, w2, weights, ids) = _experts(3, name, None)
     for token in range(3):

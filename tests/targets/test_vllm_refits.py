@@ -1,4 +1,7 @@
-"""vLLM models of many architectures: refits against fresh loads (see `vllm_refits.py`), presets against loaders."""
+"""vLLM models that no Megatron ranks here can fill, and kernels that pack weights: refits against fresh loads.
+
+See `vllm_refits.py`. The other architectures are those of `tests/e2e/test_layout_pairs.py`.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ import pytest
 from preset_checks import regions
 from rank_pool import free_port
 from rank_scripts import run_ranks
+from support_names import vllm_rows
+from support_records import listed
 
 from refit_transport.layout.presets.model import LogicalModel
 from refit_transport.layout.presets.vllm import EngineParallelism, target_manifest
@@ -17,36 +22,27 @@ pytest.importorskip("vllm")
 pytestmark = pytest.mark.e2e
 
 SCRIPT = Path(__file__).with_name("vllm_refits.py")
-# Multimodal models need torchvision, and vLLM has no CPU kernel for experts without a gate (Nemotron 3).
-CUT = (
-    "llama of 1003 rows",
-    "qwen2 tied",
-    "qwen3 of one kv head",
-    "mixtral",
-    "deepseek with a drafter",
-    "glm",
-    "gpt-oss",
-    "nemotron dense",
-    "qwen3 next with a drafter",
-    "gemma text",
+# Multimodal models need torchvision. Nemotron-H also shows what is composed and derived.
+LOADED = (
+    *("deepseek with a drafter", "nemotron dense", "qwen3 next with a drafter", "gemma text"),
+    "deepseek with a drafter/drafts",
 )
-EXPERTS = ("deepseek/spread", "qwen3 moe of 7 experts/spread")
-# Five layers on two stages, tied embeddings on both, Mamba, latent attention.
-STAGES = ("llama of 5 layers/stages", "qwen3 tied/stages", "deepseek/stages", "nemotron dense/stages")
-DRAFTS = ("deepseek with a drafter/drafts",)
-LOADED = (*CUT, *EXPERTS, *STAGES, *DRAFTS)
 # vLLM's drafters use the model's own.
 SHARED = (".embed_tokens.weight", ".shared_head.head.weight")
+DRAFTS = ("glm with a drafter/drafts", "qwen3 next with a drafter/drafts")
 MORE = (
-    *("glm with a drafter/drafts", "qwen3 next with a drafter/drafts"),
-    *("llama with biases", "mistral", "qwen3 tied", "qwen3 moe", "deepseek without q lora", "deepseek v2", "gemma 2"),
-    *(f"{kind}/spread" for kind in ("qwen3 moe", "mixtral", "glm", "gpt-oss", "qwen3 next", "deepseek v2")),
-    *(
-        f"{kind}/stages"
-        for kind in ("qwen3 moe", "mixtral", "glm with a drafter", "gpt-oss", "qwen3 next", "gemma text")
-    ),
+    *("llama with biases", "mistral", "deepseek without q lora", "gemma of one kv head", "gemma 2"),
+    *("gemma text/stages", "glm with a drafter/stages", *DRAFTS),
 )
-ONE_RANK = (*CUT, *DRAFTS, *MORE[:9], "gemma 1", "qwen3 moe of 7 experts")
+ONE_RANK = ("gemma text", "gemma 1", "gemma 2", "llama with biases", "mistral", "deepseek without q lora", *DRAFTS)
+# Kernels that pack weights: every architecture.
+STOCK = (
+    *("llama of 1003 rows", "qwen2 tied", "qwen3 of one kv head", "mixtral", "deepseek with a drafter", "glm"),
+    *("gpt-oss", "nemotron dense", "qwen3 next with a drafter", "gemma text", "deepseek with a drafter/drafts"),
+)
+STOCK_ALONE = (*STOCK, *("qwen3 tied", "qwen3 moe", "deepseek v2"), *(kind for kind in ONE_RANK if kind not in STOCK))
+SPREAD = ("deepseek/spread", "qwen3 moe of 7 experts/spread")
+STAGES = ("llama of 5 layers/stages", "qwen3 tied/stages", "deepseek/stages", "nemotron dense/stages")
 WITHOUT_PRESET = ("deepseek v2", "gemma 1", "gemma 2")
 
 
@@ -81,13 +77,14 @@ def _assert_exact(results, kinds, *, coverage="all"):
 
 
 def _assert_preset(results, kind):
+    ranks = len(results)
     for rank, found in enumerate(ranked[kind] for ranked in results):
         traced = manifest_from_json(found["manifest"])
         parallelism = {
-            "": EngineParallelism(len(results)),
-            "spread": EngineParallelism(2, expert=2),
-            "stages": EngineParallelism(pipeline=2),
-            "drafts": EngineParallelism(len(results)),
+            "": EngineParallelism(ranks),
+            "spread": EngineParallelism(ranks, expert=ranks),
+            "stages": EngineParallelism(pipeline=ranks),
+            "drafts": EngineParallelism(ranks),
         }[kind.partition("/")[2]]
         drafter = found["drafter"] if kind.endswith("/drafts") else ()
         preset = target_manifest(LogicalModel.from_config(found["config"]), parallelism, first_rank=0).ranks[rank]
@@ -101,34 +98,22 @@ def loaded(tmp_path_factory):
     return _refits(tmp_path_factory.mktemp("refits"), LOADED, world_size=2)
 
 
-def _record(support_record, results, kinds):
-    for kind in kinds:
-        name, _, spread = kind.partition("/")
-        ranks = len(results)
-        support_record(
-            architecture=name,
-            source=f"state dict cut by rows over {ranks}",
-            target={
-                "": f"TP{ranks}",
-                "spread": f"TP{ranks} EP",
-                "stages": f"PP{ranks}",
-                "drafts": f"TP{ranks}, drafting",
-            }[spread],
-            shard_to_shard=results[0][kind]["shard to shard"],
-            proof="every tensor of the model bit-identical with a fresh vLLM, A-B-A-B",
-        )
+def _record(support_record, results):
+    shares = [rank[kind]["shard to shard"] for rank in results[:1] for kind in rank]
+    support_record(shard_to_shard=min(shares), proof="every tensor bit-identical with a fresh vLLM, A-B-A-B")
 
 
-def test_two_ranks_of_every_architecture_are_as_freshly_loaded(loaded, support_record):
-    _record(support_record, loaded, LOADED)
+@listed(*vllm_rows(LOADED, ranks=2))
+def test_two_ranks_are_as_freshly_loaded(loaded, support_record):
     _assert_exact(loaded, LOADED)
+    _record(support_record, loaded)
 
 
 def test_a_composed_parameter_that_no_longer_follows_is_found(loaded):
     found = [rank["nemotron dense"]["compared after a change"] for rank in loaded]
     assert found[0] == found[1]
     assert any(name.endswith(".A") for name in found[0])
-    assert loaded[0]["mixtral"]["compared after a change"] == []
+    assert loaded[0]["gemma text"]["compared after a change"] == []
 
 
 def test_what_is_derived_follows_the_one_tensor_that_changes(loaded):
@@ -149,30 +134,31 @@ def test_plain_weights_are_written_in_place(loaded):
     assert [found["private"] for rank in loaded for found in rank.values()] == [{}] * 2 * len(LOADED)
 
 
-def test_padded_vocabulary_rows_stay_zero_on_the_rank_that_has_them(loaded):
-    tails = [{kind: rank[kind]["tails"]["model.embed_tokens"][0] for kind in CUT[:2]} for rank in loaded]
-    assert tails == [{"llama of 1003 rows": 0, "qwen2 tied": 0}, {"llama of 1003 rows": 21, "qwen2 tied": 41}]
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kinds", "world_size", "plain"),
-    [(MORE, 2, "1"), (ONE_RANK, 1, "1"), (ONE_RANK, 1, "0"), (LOADED, 2, "0")],
-    ids=["two ranks", "one rank", "one rank with stock kernels", "two ranks with stock kernels"],
+    [
+        pytest.param(kinds, ranks, plain, id=name, marks=vllm_rows(kinds, ranks=ranks, plain=plain))
+        for name, kinds, ranks, plain in (
+            ("two ranks", MORE, 2, "1"),
+            ("one rank", ONE_RANK, 1, "1"),
+            ("one rank with stock kernels", STOCK_ALONE, 1, "0"),
+            ("two ranks with stock kernels", (*STOCK, *SPREAD, *STAGES), 2, "0"),
+        )
+    ],
 )
 def test_more_architectures_are_as_freshly_loaded(tmp_path, kinds, world_size, plain, support_record):
     results = _refits(tmp_path, kinds, world_size=world_size, plain=plain)
-    if plain == "1":
-        _record(support_record, results, kinds)
     _assert_exact(results, kinds)
-    for kind in (kind for kind in kinds if kind.removesuffix("/spread") not in WITHOUT_PRESET):
+    for kind in (kind for kind in kinds if kind not in WITHOUT_PRESET):
         _assert_preset(results, kind)
+    _record(support_record, results)
 
 
 @pytest.mark.nightly
 def test_most_tensors_whole_through_the_loader_are_as_freshly_loaded(tmp_path):
-    kinds = (*CUT, *EXPERTS, *DRAFTS)
-    _assert_exact(_refits(tmp_path, kinds, world_size=2, COVERAGE="ffn"), kinds, coverage="ffn")
+    results = _refits(tmp_path, (*STOCK, *SPREAD), world_size=2, COVERAGE="ffn")
+    _assert_exact(results, (*STOCK, *SPREAD), coverage="ffn")
 
 
 @pytest.mark.nightly

@@ -25,11 +25,11 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from vllm_refits import PARTS, RANK, WORLD, Model, State, _kept, same, write_checkpoint
+from vllm_models import Model, State, differing, kept
+from vllm_refits import PARTS, RANK, WORLD, write_checkpoint
 
 from refit_transport.config.settings import RefitSettings
 from refit_transport.fabrics.rendezvous import ControlChannel
-from refit_transport.integrations.vllm_plugin import register
 from refit_transport.session import RefitSession
 from refit_transport.sources.dtensor import StateDictSource
 from refit_transport.targets.vllm import VllmTarget
@@ -62,7 +62,7 @@ def crossed(state: State) -> State:
 def aliases(model: torch.nn.Module) -> list[tuple[str, str]]:
     """The pairs of names, by their last parts, under which modules keep one memory."""
     names: dict[tuple[int, int], set[str]] = {}
-    for name, tensor in _kept(model):
+    for name, tensor in kept(model):
         if tensor.numel() > 1:
             names.setdefault((tensor.data_ptr(), tensor.numel()), set()).add(name)
     pairs = (pair for held in names.values() for pair in itertools.combinations(sorted(held), 2))
@@ -105,10 +105,10 @@ def set_apart(model: torch.nn.Module, target: VllmTarget) -> None:
 
 
 def run(kind: str, folder: Path, ports: Iterator[int]) -> dict[str, Any]:
-    wanted = {name: Model(folder / name, "").tensors() for name in "ab"}
+    wanted = {name: Model(folder / name, cut_of("")).tensors() for name in "ab"}
     states = {name: crossed(load_file(folder / name / "model.safetensors")) for name in "ab"}
-    model = Model(folder / "a", "")
-    addresses = {name: tensor.data_ptr() for name, tensor in _kept(model.module)}
+    model = Model(folder / "a", cut_of(""))
+    addresses = {name: tensor.data_ptr() for name, tensor in kept(model.module)}
     found: dict[str, Any] = {
         "aliases": aliases(model.module),
         "addresses": sorted({name.rsplit(".", 1)[1] for name in addresses}),
@@ -121,7 +121,7 @@ def run(kind: str, folder: Path, ports: Iterator[int]) -> dict[str, Any]:
         session.run(1)
         if label == "in ten":
             set_apart(model.module, target)
-            addresses = {name: tensor.data_ptr() for name, tensor in _kept(model.module)}
+            addresses = {name: tensor.data_ptr() for name, tensor in kept(model.module)}
         for version, part in enumerate((CHANGES[kind], BUFFER), start=2):
             changed = {name: tensor for name, tensor in states["b"].items() if part in name}
             if not changed:
@@ -129,14 +129,14 @@ def run(kind: str, folder: Path, ports: Iterator[int]) -> dict[str, Any]:
             held["state"] = states["a"] | changed
             session.run(version)
             expected = {n: wanted["b" if re.search(AFFECTED[part], n) else "a"].get(n) for n in wanted["a"]}
-            found[f"only {part} changes, {label}"] = same(model.tensors(), expected)
+            found[f"only {part} changes, {label}"] = differing(model.tensors(), expected)
             found["payloads"][f"{part}, {label}"] = payloads_of(session, sorted(changed)[0])
         found["found after a change"] = {
             name: [each.tensor for each in session.compare().first] for name in spoilt(model.module, target)
         }
         found[f"compared, {label}"] = session.compare().differing
         session.close()
-        found[f"moved, {label}"] = [n for n, tensor in _kept(model.module) if tensor.data_ptr() != addresses[n]]
+        found[f"moved, {label}"] = [n for n, tensor in kept(model.module) if tensor.data_ptr() != addresses[n]]
     found["derived"] = sorted({derived.name.rsplit(".", 1)[1] for derived in target.derived()})
     found["aliases later"] = aliases(model.module)
     return found
@@ -153,8 +153,7 @@ def prepare(source: StateDictSource, target: VllmTarget, port: int, settings: di
 def main() -> None:
     results, folder, *kinds = sys.argv[1:]
     ports = iter([int(port) for port in os.environ["CHANNEL_PORTS"].split(",")])
-    register()
-    torch.accelerator.empty_cache = lambda: None  # as vLLM's own runner does on CPU, where it raises
+    prepare_process()
     for kind in kinds:  # before there is a process group, in which only the first rank would write
         for seed, letter in enumerate("ab"):
             write_checkpoint(kind, Path(folder) / kind.replace(" ", "-") / letter, seed=seed)

@@ -71,6 +71,7 @@ def run(kind: str, folder: Path, port: int) -> dict[str, Any]:
         session.run(version)
         found[f"{version}: differs from a fresh {name}"] = same(tensors(engine), fresh_tensors[name])
         found[f"{version}: says what a fresh {name} says"] = engine.outputs() == wanted[name]
+    found["shard to shard"] = session.plan.summary().shard_to_shard
     session.close()
     return found
 

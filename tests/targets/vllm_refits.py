@@ -16,7 +16,6 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,31 +23,22 @@ import torch
 import transformers
 import vllm._custom_ops
 from safetensors.torch import load_file, save_file
-from small_models import SMALL
+from small_models import SMALL, vllm_sizes
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed import parallel_state
-from vllm.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
-from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.model_loader import get_model
-from vllm.model_executor.models import utils as models_utils
-from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+from vllm_models import Model, State, differing, prepare_process, tails
 
 from refit_transport.config.settings import RefitSettings
 from refit_transport.fabrics.rendezvous import ControlChannel
-from refit_transport.integrations.vllm_plugin import register
 from refit_transport.layout.canonical import checkpoint_entries
 from refit_transport.layout.manifest import TensorSpec
 from refit_transport.layout.presets.model import LogicalModel, LogicalTensor
+from refit_transport.layout.presets.vllm import EngineParallelism
 from refit_transport.layout.wire import manifest_to_json
 from refit_transport.session import RefitSession
 from refit_transport.sources.dtensor import StateDictSource
 from refit_transport.targets.base import Target
-from refit_transport.targets.joined import JoinedTarget
-from refit_transport.targets.vllm import VllmTarget
 
-State = dict[str, torch.Tensor]
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 Spread = Literal["", "spread", "stages", "drafts"]
 MORE: dict[str, dict[str, Any]] = {
@@ -68,32 +58,15 @@ MORE: dict[str, dict[str, Any]] = {
         "n_group": 1,
         "topk_group": 1,
     },
+    "gemma of one kv head": SMALL["gemma text"] | {"num_key_value_heads": 1, "vocab_size": 1003},
     "gemma 1": SMALL["gemma text"] | {"architectures": ["GemmaForCausalLM"]},
     "gemma 2": SMALL["gemma text"] | {"architectures": ["Gemma2ForCausalLM"]},
 }
 KINDS = SMALL | MORE
 
 
-# Sizes that vLLM's kernels take, by the keys that a small config has.
-SIZES = {
-    "hidden_size": 256,
-    "head_dim": 64,
-    "intermediate_size": 512,
-    "moe_intermediate_size": 128,
-    "shared_expert_intermediate_size": 128,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "mamba_head_dim": 32,
-    "ssm_state_size": 16,
-}
-
-
 def enlarged(config: dict[str, Any]) -> dict[str, Any]:
-    larger = config | {key: size for key, size in SIZES.items() if config.get(key)} | {"max_position_embeddings": 128}
+    larger = config | vllm_sizes(config) | {"max_position_embeddings": 128}
     if "kv_lora_rank" in config:
         del larger["head_dim"]
         larger["topk_method"] = "noaux_tc"
@@ -143,95 +116,10 @@ def drafter_of(kind: str) -> list[LogicalTensor]:
     return [each for each in LogicalModel.from_config(enlarged(KINDS[kind])).tensors if each.part == "drafter"]
 
 
-def engine_config(folder: Path, spread: Spread) -> VllmConfig:
-    return EngineArgs(
-        str(folder),
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        dtype="bfloat16",
-        max_model_len=64,
-        tensor_parallel_size=1 if spread == "stages" else WORLD,
-        pipeline_parallel_size=WORLD if spread == "stages" else 1,
-        distributed_executor_backend="external_launcher",
-        enable_expert_parallel=spread == "spread",
-        speculative_config={"method": "mtp", "num_speculative_tokens": 1} if spread == "drafts" else None,
-    ).create_engine_config()
-
-
-def join_ranks(tensor: int, pipeline: int) -> None:
-    """Makes vLLM's groups of all ranks; inside a config's context."""
-    if not torch.distributed.is_initialized():
-        init_distributed_environment(WORLD, RANK, "env://", RANK, "gloo")
-    # There is no group for experts where the last model had none.
-    if parallel_state._EP is None or parallel_state.get_pp_group().world_size != pipeline:
-        if parallel_state.model_parallel_is_initialized():
-            parallel_state.destroy_model_parallel()
-        initialize_model_parallel(tensor, pipeline)
-
-
-class Model:
-    """A vLLM model as it is after loading a checkpoint."""
-
-    def __init__(self, folder: Path, spread: Spread) -> None:
-        self.config = engine_config(folder, spread)
-        # vLLM remembers which layers other stages have by the model's id, which a later model may have again.
-        models_utils._model_to_pp_missing_layer_names.clear()
-        with set_current_vllm_config(self.config):
-            parallel = self.config.parallel_config
-            join_ranks(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
-            self.module = get_model(vllm_config=self.config)
-            self.drafter = self._drafter() if spread == "drafts" else None
-
-    def _drafter(self) -> torch.nn.Module:
-        """Loaded and joined to the model by vLLM's own proposer, without what that needs to run."""
-        proposer = object.__new__(SpecDecodeBaseProposer)
-        proposer.vllm_config, proposer.speculative_config = self.config, self.config.speculative_config
-        proposer.use_local_argmax_reduction = False
-        proposer.model = proposer._get_model()
-        proposer._maybe_share_embeddings(self.module)
-        proposer._maybe_share_lm_head(self.module)
-        return proposer.model
-
-    def target(self) -> Target:
-        target = VllmTarget(self.module, self.config)
-        if self.drafter is None:
-            return target
-        own = self.config.speculative_config.draft_model_config
-        return JoinedTarget(target, VllmTarget(self.drafter, self.config, model_config=own, beside=self.module))
-
-    def kept(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All tensors that any module, its kernel or its attention keeps, by where it keeps them."""
-        yield from kept(self.module)
-        for name, tensor in kept(self.drafter) if self.drafter is not None else ():
-            yield f"drafter.{name}", tensor
-
-    def tensors(self) -> State:
-        """Copies of what is kept."""
-        return {name: tensor.detach().clone() for name, tensor in self.kept()}
-
-
-def kept(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for path, module in model.named_modules():
-        holders = {"": module, "impl.": vars(module).get("impl"), "method.": vars(module).get("quant_method")}
-        for prefix, holder in holders.items():
-            for name, value in (vars(holder) if holder is not None else {}).items():
-                if isinstance(value, torch.Tensor):
-                    yield f"{path}.{prefix}{name}", value
-        for name, value in {**module._parameters, **module._buffers}.items():
-            if value is not None:
-                yield f"{path}.{name}", value
-
-
-def same(first: State, second: State) -> list[str]:
-    """The names of the tensors that differ in any bit, form or presence."""
-    names = sorted(first.keys() | second.keys())
-    return [name for name in names if not _same(first.get(name), second.get(name))]
-
-
-def _same(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
-    if first is None or second is None or first.dtype != second.dtype or first.shape != second.shape:
-        return False
-    return torch.equal(first.reshape(-1).view(torch.uint8), second.reshape(-1).view(torch.uint8))
+def cut_of(spread: Spread) -> EngineParallelism:
+    if spread == "stages":
+        return EngineParallelism(pipeline=WORLD)
+    return EngineParallelism(WORLD, expert=WORLD if spread == "spread" else 1)
 
 
 def by_rows(state: State) -> State:
@@ -251,11 +139,11 @@ def by_rows(state: State) -> State:
 
 def run(kind: str, folder: Path, port: int, spread: Spread) -> dict[str, Any]:
     folders = {name: folder / name for name in "ab"}
-    fresh = Model(folders["b"], spread)
+    fresh = Model(folders["b"], cut_of(spread), drafts=spread == "drafts")
     wanted = {"b": fresh.tensors()}
     del fresh
     states = {name: by_rows(load_file(path / "model.safetensors")) for name, path in folders.items()}
-    model = Model(folders["a"], spread)
+    model = Model(folders["a"], cut_of(spread), drafts=spread == "drafts")
     wanted["a"] = model.tensors()
     addresses = {name: tensor.data_ptr() for name, tensor in model.kept()}
     held = {"state": states["a"]}
@@ -273,11 +161,11 @@ def run(kind: str, folder: Path, port: int, spread: Spread) -> dict[str, Any]:
         found["moved"] = sorted(route.tensor for route in routes)
         found["skipped"] = dict(session.plan.summary().skipped)
         found["shard to shard"] = session.plan.summary().shard_to_shard
-    found["differ before"] = len(same(wanted["a"], wanted["b"]))
+    found["differ before"] = len(differing(wanted["a"], wanted["b"]))
     for version, name in enumerate("bab"):
         held["state"] = states[name]
         session.run(version)
-        found[f"{version}: differs from a fresh {name}"] = same(model.tensors(), wanted[name])
+        found[f"{version}: differs from a fresh {name}"] = differing(model.tensors(), wanted[name])
     for part, affected in PARTS.items():
         changed = {name: tensor for name, tensor in states["b"].items() if part in name}
         if changed:
@@ -285,7 +173,7 @@ def run(kind: str, folder: Path, port: int, spread: Spread) -> dict[str, Any]:
             version += 1
             session.run(version)
             expected = {n: wanted["b" if re.search(affected, n) else "a"].get(n) for n in wanted["a"]}
-            found[f"only {part} changes"] = same(model.tensors(), expected)
+            found[f"only {part} changes"] = differing(model.tensors(), expected)
             found[f"kept of {part}"] = sorted({n.rsplit(".", 1)[1] for n in wanted["a"] if re.search(affected, n)})
     found["compared"] = len(session.compare().first)
     composed = next(target.derived(), None)
@@ -308,22 +196,10 @@ def prepare(source: StateDictSource, target: Target, port: int) -> RefitSession:
     return RefitSession.prepare(ControlChannel.join(**common, rank=RANK), source=source, target=target)
 
 
-def tails(model: torch.nn.Module, rows: int) -> dict[str, list[int]]:
-    """By vocabulary parameter: its rows behind the true ones on this rank, and how many elements aren't zero there."""
-    found = {}
-    for name, module in model.named_modules():
-        if hasattr(module, "shard_indices") and isinstance(module.weight, torch.Tensor):
-            start = module.shard_indices.padded_org_vocab_start_index
-            tail = module.weight.data[max(0, rows - start) :]
-            found[name] = [len(tail), int(torch.count_nonzero(tail))]
-    return found
-
-
 def main() -> None:
     results, folder, *kinds = sys.argv[1:]
     ports = map(int, os.environ["CHANNEL_PORTS"].split(","))
-    register()
-    torch.accelerator.empty_cache = lambda: None  # as vLLM's own runner does on CPU, where it raises
+    prepare_process()
     if os.environ.get("PACK_CONVOLUTIONS") == "1":
         # vLLM packs them where the CPU has bfloat16 products; a transposition stands for that kernel's order.
         torch.cpu._is_avx512_bf16_supported = lambda: True
