@@ -1,184 +1,125 @@
-"""Reinforcement learning in plain torch on a Hugging Face model, one unpadded sequence at a time: the tests' oracle."""
+"""Losses and advantages once more: loops over sequences and tokens in float64, without a tensor library's help."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
-from megatron_models import load_model
 
+from refit_transport.rl.settings import KlSettings, PolicyLossSettings, ValueLossSettings
 from refit_transport.rl.trajectories import TrainBatch
 
-LEARNING_RATE = 3e-3
-# Large, so that an update is no sign function: rounding in tiny gradients must not decide.
-EPS = 1e-3
-WEIGHT_DECAY = 0.1
-BETAS = (0.8, 0.9)
-CLIP = 0.05
-LOW, HIGH, TRUNCATE, PENALTY = 0.1, 0.15, 1.2, 0.05
-VALUE_CLIP, VALUE_SCALE = 0.3, 0.5
+
+def clamp(value: float, low: float, high: float) -> float:
+    return low if value < low else high if value > high else value
 
 
-@dataclass
-class Learned:
-    """What some updates gave: per update the loss, entropy and gradient norm; the last gradients and weights."""
-
-    scores: list[np.ndarray] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    entropies: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    clipped: list[float] = field(default_factory=list)
-    gradients: dict[str, np.ndarray] = field(default_factory=dict)
-    weights: dict[str, np.ndarray] = field(default_factory=dict)
+def kl(logprob: float, reference: float, settings: KlSettings) -> float:
+    d = reference - logprob
+    if settings.input_clamp is not None:
+        d = clamp(d, -settings.input_clamp, settings.input_clamp)
+    value = {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - 1 - d}[settings.kl_type]
+    return value if settings.output_clamp is None else clamp(value, -settings.output_clamp, settings.output_clamp)
 
 
-def make_batch(folder: Path, *, vocab: int, seed: int = 3) -> TrainBatch:
-    """Seven samples of different lengths, one of which doesn't count, near enough to the policy for clips to vary."""
-    generator = torch.Generator().manual_seed(seed)
-    model = load_model(folder)
-    lengths = ((3, 9), (5, 4), (2, 10), (6, 6), (4, 1), (3, 7), (1, 11))
-    width = max(prompt + response for prompt, response in lengths) - 1
-    tokens = torch.zeros(len(lengths), width + 1, dtype=torch.int64)
-    mask = torch.zeros(len(lengths), width)
-    near = torch.zeros(len(lengths), width)
-    for row, (prompt, response) in enumerate(lengths):
-        tokens[row, : prompt + response] = torch.randint(0, vocab, (prompt + response,), generator=generator)
-        mask[row, prompt - 1 : prompt + response - 1] = 1.0
-        near[row, : prompt + response - 1] = _logprobs(model, tokens[row, : prompt + response])[0].detach()
-
-    def noise(scale: float) -> torch.Tensor:
-        return scale * torch.randn(near.shape, generator=generator)
-
-    counts = torch.ones(len(lengths))
-    counts[3] = 0
-    prev = near + noise(0.15)
-    return TrainBatch(
-        tokens,
-        mask,
-        counts,
-        generation_logprobs=prev + noise(0.2),
-        prev_logprobs=prev,
-        reference_logprobs=near + noise(0.5),
-        advantages=noise(1.0),
-        returns=noise(1.0),
-        values=noise(0.4),
-    )
+def importance(log_weights: np.ndarray, settings: PolicyLossSettings) -> list[float]:
+    """The weight of each token of one sequence."""
+    chosen = settings.importance
+    if chosen is None:
+        return [1.0] * len(log_weights)
+    weights = [math.exp(each) for each in log_weights]
+    if settings.sequence_level_importance_ratios:
+        weights = [math.exp(math.fsum(log_weights))] * len(log_weights)
+    if chosen.truncation is None:
+        return weights
+    low, high = chosen.minimum or 0.0, chosen.maximum
+    if chosen.truncation == "tis":
+        return [clamp(each, low, high) for each in weights]
+    if chosen.truncation == "icepop":
+        return [each if low <= each <= high else 0.0 for each in weights]
+    geometric = math.exp(math.fsum(log_weights) / len(log_weights))
+    return weights if low <= geometric <= high else [0.0] * len(weights)
 
 
-def learn_policy(folder: Path, batch: TrainBatch, *, steps: int) -> Learned:
-    model = load_model(folder)
-    found, optimizer = Learned(), _adamw(list(model.parameters()))
-    count = float(sum(batch.response_mask[row].sum() for row in range(batch.size) if batch.sample_mask[row]))
-    for _ in range(steps):
-        optimizer.zero_grad()
-        totals = np.zeros(3)
-        for row in range(batch.size):
-            if not batch.sample_mask[row]:
-                continue
-            first, last = _span(batch, row)
-            logprobs, entropy = _logprobs(model, batch.tokens[row, : last + 2])
-            loss = torch.zeros(())
-            for place in range(first, last + 1):
-                term, decided = _policy_term(logprobs[place], batch, row, place)
-                loss = loss + term / count
-                totals += (0, float(entropy[place]) / count, decided / count)
-            loss.backward()
-            totals[0] += float(loss)
-        found.losses.append(totals[0])
-        found.entropies.append(totals[1])
-        found.clipped.append(totals[2])
-        found.norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
-        optimizer.step()
-    found.gradients = named(model, gradients=True)
-    found.weights = named(model, gradients=False)
+def policy_loss(logprobs: torch.Tensor, batch: TrainBatch, settings: PolicyLossSettings) -> float:
+    """Of a whole batch."""
+    current = logprobs.detach()
+    losses: list[list[float]] = []
+    for row in range(batch.size):
+        at = np.flatnonzero(batch.response_mask[row].numpy())
+        if not batch.sample_mask[row] or not len(at):
+            continue
+
+        def column(values: torch.Tensor, row: int = row, at: np.ndarray = at) -> np.ndarray:
+            return values[row].double().numpy()[at]
+
+        now, generation, advantages = column(current), column(batch.generation_logprobs), column(batch.advantages)
+        previous = now if settings.force_on_policy_ratio else column(batch.prev_logprobs)
+        weights = importance(previous - generation, settings)
+        mean_log_ratio = math.fsum(now - previous) / len(at)
+        tokens = []
+        for t in range(len(at)):
+            log_ratio = mean_log_ratio if settings.sequence_level_importance_ratios else now[t] - previous[t]
+            ratio = math.exp(log_ratio)
+            gain = min(
+                ratio * advantages[t],
+                clamp(ratio, 1 - settings.ratio_clip_min, 1 + settings.ratio_clip_max) * advantages[t],
+            )
+            if settings.ratio_clip_c is not None and advantages[t] < 0:
+                gain = max(gain, settings.ratio_clip_c * advantages[t])
+            loss = -weights[t] * gain
+            if settings.kl is not None and settings.kl.penalty:
+                reference = column(batch.reference_logprobs)
+                loss += settings.kl.penalty * kl(now[t], reference[t], settings.kl)
+            tokens.append(loss)
+        losses.append(tokens)
+    if settings.token_level_loss:
+        return math.fsum(each for tokens in losses for each in tokens) / sum(map(len, losses))
+    return math.fsum(math.fsum(each) / len(each) for each in losses) / len(losses)
+
+
+def value_loss(values: torch.Tensor, batch: TrainBatch, settings: ValueLossSettings) -> float:
+    current = values.detach().double().numpy()
+    errors = []
+    for row in range(batch.size):
+        if not batch.sample_mask[row]:
+            continue
+        for t in np.flatnonzero(batch.response_mask[row].numpy()):
+            value, target = current[row, t], float(batch.returns[row, t])
+            error = (value - target) ** 2
+            if settings.cliprange is not None:
+                before = float(batch.values[row, t])
+                near = clamp(value, before - settings.cliprange, before + settings.cliprange)
+                error = max(error, (near - target) ** 2)
+            errors.append(error)
+    return settings.scale * 0.5 * math.fsum(errors) / len(errors)
+
+
+def group_advantages(
+    rewards: Sequence[float], groups: Sequence[int], *, leave_one_out: bool, normalize: bool, epsilon: float
+) -> list[float]:
+    found = []
+    for i, reward in enumerate(rewards):
+        compared = [
+            other for j, other in enumerate(rewards) if groups[j] == groups[i] and not (leave_one_out and j == i)
+        ]
+        advantage = reward - math.fsum(compared) / len(compared) if compared else 0.0
+        if normalize and len(compared) > 1:
+            deviation = float(np.std(np.array(compared), ddof=1))
+            if deviation > 1e-5:
+                advantage /= deviation + epsilon
+        found.append(advantage)
     return found
 
 
-def learn_values(folder: Path, batch: TrainBatch, *, steps: int) -> Learned:
-    model = load_model(folder)
-    trunk = model.model
-    head = torch.nn.Parameter(torch.zeros(1, model.config.hidden_size))
-    parameters = [*trunk.parameters(), head]
-    found, optimizer = Learned(), _adamw(parameters)
-    count = float(sum(batch.response_mask[row].sum() for row in range(batch.size) if batch.sample_mask[row]))
-    for _ in range(steps):
-        optimizer.zero_grad()
-        total = 0.0
-        scores = np.zeros(tuple(batch.response_mask.shape), np.float32)
-        for row in range(batch.size):
-            first, last = _span(batch, row)
-            values = (trunk(batch.tokens[row : row + 1, : last + 1]).last_hidden_state[0] @ head.T)[:, 0]
-            scores[row, : last + 1] = values.detach().numpy()
-            if not batch.sample_mask[row]:
-                continue
-            loss = torch.zeros(())
-            for place in range(first, last + 1):
-                want, before = batch.returns[row, place], batch.values[row, place]
-                near = before + torch.clamp(values[place] - before, -VALUE_CLIP, VALUE_CLIP)
-                worst = max((values[place] - want) ** 2, (near - want) ** 2, key=float)
-                loss = loss + VALUE_SCALE / 2 * worst / count
-            loss.backward()
-            total += float(loss)
-        found.scores.append(scores)
-        found.losses.append(total)
-        found.norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, CLIP)))
-        optimizer.step()
-    model.lm_head = None
-    for gradients, into in ((True, found.gradients), (False, found.weights)):
-        into.update({f"model.{name}": value for name, value in named(trunk, gradients=gradients).items()})
-        into["value_head.weight"] = (head.grad if gradients else head).detach().numpy().copy()
-    return found
-
-
-def _adamw(parameters: list[Any]) -> torch.optim.AdamW:
-    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
-
-
-def _span(batch: TrainBatch, row: int) -> tuple[int, int]:
-    places = batch.response_mask[row].nonzero()[:, 0]
-    return int(places[0]), int(places[-1])
-
-
-def _logprobs(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of each token but the first, and the entropy of the distribution that it is drawn from."""
-    table = model(ids[None]).logits[0, :-1].float().log_softmax(-1)
-    return table.gather(1, ids[1:, None])[:, 0], -(table.exp() * table).sum(-1)
-
-
-def _policy_term(logprob: torch.Tensor, batch: TrainBatch, row: int, place: int) -> tuple[torch.Tensor, float]:
-    """One token's loss by the case distinction that clipping comes to, and whether the clip decided."""
-    prev, sampler = float(batch.prev_logprobs[row, place]), float(batch.generation_logprobs[row, place])
-    advantage, reference = float(batch.advantages[row, place]), float(batch.reference_logprobs[row, place])
-    ratio = torch.exp(logprob - prev)
-    if advantage >= 0:
-        decided = float(ratio) > 1 + HIGH
-        gain = torch.tensor(advantage * (1 + HIGH)) if decided else advantage * ratio
-    else:
-        decided = float(ratio) < 1 - LOW
-        gain = torch.tensor(advantage * (1 - LOW)) if decided else advantage * ratio
-    weight = min(np.exp(prev - sampler), TRUNCATE)
-    difference = reference - logprob
-    # The gradient of the divergence itself: that of the estimate, and of how probable its sample is.
-    divergence = torch.exp(logprob - logprob.detach()) * (torch.exp(difference) - difference - 1)
-    return -weight * gain + PENALTY * divergence, float(decided)
-
-
-def named(model: Any, *, gradients: bool) -> dict[str, np.ndarray]:
-    """Parameters, or their gradients, by the names that checkpoints have: one per expert."""
-    found: dict[str, np.ndarray] = {}
-    for name, parameter in model.named_parameters():
-        value = (parameter.grad if gradients else parameter).detach().numpy().copy()
-        if name.endswith("experts.gate_up_proj"):
-            for expert, rows in enumerate(value):
-                gate, up = np.split(rows, 2)
-                found[name.replace("gate_up_proj", f"{expert}.gate_proj.weight")] = gate
-                found[name.replace("gate_up_proj", f"{expert}.up_proj.weight")] = up
-        elif name.endswith("experts.down_proj"):
-            for expert, rows in enumerate(value):
-                found[name.replace("down_proj", f"{expert}.down_proj.weight")] = rows
-        else:
-            found[name] = value
-    return found
+def gae(
+    rewards: Sequence[float], values: Sequence[float], *, gamma: float, lam: float
+) -> tuple[list[float], list[float]]:
+    """The explicit double sum over one sequence of tokens."""
+    count = len(rewards)
+    following = [*values[1:], 0.0]
+    errors = [rewards[t] + gamma * following[t] - values[t] for t in range(count)]
+    advantages = [math.fsum((gamma * lam) ** (k - t) * errors[k] for k in range(t, count)) for t in range(count)]
+    return advantages, [advantages[t] + values[t] for t in range(count)]

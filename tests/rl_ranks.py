@@ -7,26 +7,26 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import rl_oracle
 import torch
+import training_oracle
 
 from refit_transport.layout.parallelism import MegatronParallelism
 from refit_transport.rl.settings import ImportanceSettings, KlSettings, PolicyLossSettings, ValueLossSettings
 from refit_transport.rl.trajectories import TrainBatch
 
 POLICY_LOSS = PolicyLossSettings(
-    ratio_clip_min=rl_oracle.LOW,
-    ratio_clip_max=rl_oracle.HIGH,
-    importance=ImportanceSettings("tis", maximum=rl_oracle.TRUNCATE),
-    kl=KlSettings(penalty=rl_oracle.PENALTY, kl_type="k3", input_clamp=None, output_clamp=None),
+    ratio_clip_min=training_oracle.LOW,
+    ratio_clip_max=training_oracle.HIGH,
+    importance=ImportanceSettings("tis", maximum=training_oracle.TRUNCATE),
+    kl=KlSettings(penalty=training_oracle.PENALTY, kl_type="k3", input_clamp=None, output_clamp=None),
 )
-VALUE_LOSS = ValueLossSettings(scale=rl_oracle.VALUE_SCALE, cliprange=rl_oracle.VALUE_CLIP)
+VALUE_LOSS = ValueLossSettings(scale=training_oracle.VALUE_SCALE, cliprange=training_oracle.VALUE_CLIP)
 OPTIMIZER = {
-    "learning_rate": rl_oracle.LEARNING_RATE,
-    "weight_decay": rl_oracle.WEIGHT_DECAY,
-    "adam_betas": rl_oracle.BETAS,
-    "adam_eps": rl_oracle.EPS,
-    "max_grad_norm": rl_oracle.CLIP,
+    "learning_rate": training_oracle.LEARNING_RATE,
+    "weight_decay": training_oracle.WEIGHT_DECAY,
+    "adam_betas": training_oracle.BETAS,
+    "adam_eps": training_oracle.EPS,
+    "max_grad_norm": training_oracle.CLIP,
 }
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from refit_transport.config.document import Document, read_document, read_mapping
 from refit_transport.config.facts import TransportLookup, job_of
@@ -16,6 +16,8 @@ from refit_transport.config.rules import broken_rules
 from refit_transport.config.schema import RefitConfig
 from refit_transport.config.translate import PLACEHOLDERS, translated
 from refit_transport.errors import ConfigError
+
+_Model = TypeVar("_Model", bound=BaseModel)
 
 
 def load_config(path: str | Path, *, resolve_transport: TransportLookup, overrides: Sequence[str] = ()) -> RefitConfig:
@@ -26,7 +28,7 @@ def load_config(path: str | Path, *, resolve_transport: TransportLookup, overrid
     Raises:
         ConfigError: with one violation for each problem.
     """
-    return _checked(read_document(Path(path), overrides), resolve_transport)
+    return checked(read_document(Path(path), overrides), resolve_transport)
 
 
 def config_from(
@@ -37,10 +39,15 @@ def config_from(
     Raises:
         ConfigError: with one violation for each problem.
     """
-    return _checked(read_mapping(values, source), resolve_transport)
+    return checked(read_mapping(values, source), resolve_transport)
 
 
-def _checked(document: Document, resolve_transport: TransportLookup) -> RefitConfig:
+def checked(document: Document, resolve_transport: TransportLookup) -> RefitConfig:
+    """Checks a document that was read.
+
+    Raises:
+        ConfigError: with one violation for each problem.
+    """
     ours, unknown = split_foreign(document.values)
     found = [problem for problem in document.problems if _holds(ours, problem.path)]
     doubtful = {violation.path for violation in found} | {path for finding in unknown for path in finding.suspects}
@@ -51,7 +58,7 @@ def _checked(document: Document, resolve_transport: TransportLookup) -> RefitCon
         refused = translated(error)
         found += [violation for violation in refused if not _told(violation.path, doubtful)]
         doubtful |= {violation.path for violation in refused}
-        config = _repaired(ours, error)
+        config = repaired(ours, error, RefitConfig)
     job = job_of(config, document=document.values, resolve_transport=resolve_transport)
     found += broken_rules(job, doubtful=frozenset(doubtful))
     told = {violation.path for violation in found}
@@ -76,14 +83,14 @@ def _holds(ours: Mapping[str, Any], path: str) -> bool:
     return True
 
 
-def _repaired(ours: dict[str, Any], error: ValidationError) -> RefitConfig:
+def repaired(ours: dict[str, Any], error: ValidationError, model: type[_Model]) -> _Model:
     """The configuration with defaults and placeholders for what was refused, for the rules about the rest."""
     while True:
         refused = [details["loc"] for details in error.errors(include_url=False, include_context=False)]
         for where in refused:
             _replace(ours, where)
         try:
-            return RefitConfig.model_validate(ours)
+            return model.model_validate(ours)
         except ValidationError as remaining:
             if [details["loc"] for details in remaining.errors(include_url=False)] == refused:
                 raise  # a required key without a placeholder; a test finds it

@@ -84,11 +84,11 @@ RULES: tuple[Rule, ...] = (
 def broken_rules(job: Job, *, doubtful: frozenset[str] = frozenset()) -> Iterator[Violation]:
     """Every violation of every rule whose keys are all readable; `doubtful` are the keys that aren't."""
     for rule in RULES:
-        if not any(_touches(read, key) for read in rule.reads for key in doubtful):
+        if not any(touches(read, key) for read in rule.reads for key in doubtful):
             yield from rule.check(job)
 
 
-def _touches(read: str, key: str) -> bool:
+def touches(read: str, key: str) -> bool:
     """Whether one of two keys is the other or lies below it."""
     shorter, longer = sorted((read, key), key=len)
     return longer == shorter or longer.startswith((f"{shorter}.", f"{shorter}["))

@@ -77,10 +77,11 @@ def architecture_is_trained(job: Job) -> Iterator[Violation]:
 
 
 def engine_is_synchronous(job: Job) -> Iterator[Violation]:
-    """The generation workers drive vLLM's blocking engine."""
-    if job.config.policy.generation.vllm_cfg.async_engine:
-        reason = "must be false: generation workers with vLLM's asynchronous engine are not available yet"
-        yield Violation(f"{VLLM}.async_engine", "true", reason, "set it to false")
+    """Only asynchronous recipes drive vLLM's asynchronous engine."""
+    asynchronous = value_at(job.document, "grpo.async_grpo.enabled")
+    if job.config.policy.generation.vllm_cfg.async_engine and not asynchronous:
+        reason = "must be false: only asynchronous GRPO drives vLLM's asynchronous engine"
+        yield Violation(f"{VLLM}.async_engine", "true", reason, "set it to false, or grpo.async_grpo.enabled to true")
 
 
 def context_is_whole(job: Job) -> Iterator[Violation]:

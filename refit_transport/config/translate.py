@@ -24,6 +24,10 @@ PLACEHOLDERS: Mapping[str, Callable[[], object]] = {
     "cluster": dict,
     "cluster.gpus_per_node": lambda: 1,
     "refit_run.tiny_model.kind": lambda: "dense",
+    "data": dict,
+    "data.train": dict,
+    "data.train.dataset_name": lambda: "first_digit_echo",
+    "policy.max_total_sequence_length": lambda: 1,
 }
 
 _EXAMPLES: Mapping[str, str] = {
@@ -38,6 +42,10 @@ _EXAMPLES: Mapping[str, str] = {
     "cluster": "gpus_per_node and num_nodes",
     "cluster.gpus_per_node": "ranks of one node, for training and generation together",
     "refit_run.tiny_model.kind": "dense or moe",
+    "data": "train, with a dataset_name",
+    "data.train": "dataset_name, and kwargs where the task takes some",
+    "data.train.dataset_name": "first_digit_echo, or 'package.module:Class'",
+    "policy.max_total_sequence_length": "tokens of prompt and response together at most",
 }
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import rl_oracle
 import torch
+import training_oracle
 from megatron_models import load_model, make_checkpoint, model_logprobs
 from rank_pool import RankPool
 from rl_ranks import Box, learn
@@ -64,8 +64,8 @@ CASES = (
 class Setup:
     folder: Path
     batch: TrainBatch
-    policy: rl_oracle.Learned
-    values: rl_oracle.Learned
+    policy: training_oracle.Learned
+    values: training_oracle.Learned
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +76,9 @@ def setups(tmp_path_factory: pytest.TempPathFactory) -> Any:
         folder = make_checkpoint(
             tmp_path_factory.mktemp("checkpoint"), kind=kind, tie_word_embeddings=tied, vocab_size=101
         )
-        batch = rl_oracle.make_batch(folder, vocab=101)
-        policy = rl_oracle.learn_policy(folder, batch, steps=STEPS)
-        return Setup(folder, batch, policy, rl_oracle.learn_values(folder, batch, steps=STEPS))
+        batch = training_oracle.make_batch(folder, vocab=101)
+        policy = training_oracle.learn_policy(folder, batch, steps=STEPS)
+        return Setup(folder, batch, policy, training_oracle.learn_values(folder, batch, steps=STEPS))
 
     return prepare
 
@@ -144,7 +144,7 @@ def test_policy_updates_are_those_of_the_whole_model(case: Case, setups: Any, re
     assert {(each.tokens, each.samples) for each in updates} == {(42, 6)}
     # The case is one in which everything matters: some tokens are clipped, and so is the gradient.
     assert 0.05 < want.clipped[0] < 0.95
-    assert min(want.norms) > 2 * rl_oracle.CLIP
+    assert min(want.norms) > 2 * training_oracle.CLIP
     _close(assemble([outcome.gradients for outcome in outcomes]), want.gradients, atol=1e-6)
     _close(assemble([outcome.state for outcome in outcomes], "weight/"), want.weights, atol=2e-6)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import rl_oracle
+import training_oracle
 from megatron_models import make_checkpoint
 from rank_pool import RankPool
 from rl_ranks import Box, refusals, resume, save_halfway
@@ -46,7 +46,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(
     checkpoint = make_checkpoint(
         tmp_path / "model", kind=kind, tie_word_embeddings=precision == "bfloat16", vocab_size=101
     )
-    batch = rl_oracle.make_batch(checkpoint, vocab=101)
+    batch = training_oracle.make_batch(checkpoint, vocab=101)
     options = {"make_vocab_size_divisible_by": 2, "precision": precision}
     common: dict[str, Any] = {
         "role": role,
