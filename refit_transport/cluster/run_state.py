@@ -78,7 +78,7 @@ class RunFolder:
 
     def _checkpoints(self) -> list[tuple[Path, RunState]]:
         """By step."""
-        folders = [path for path in self._folder.glob(f"{_PREFIX}*") if (path / _STATE).is_file()]
+        folders = [path for path in self._folder.glob(f"{_PREFIX}*") if path.name[len(_PREFIX) :].isdecimal()]
         found = []
         for path in folders:
             try:
