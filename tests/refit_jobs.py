@@ -12,11 +12,12 @@ import numpy as np
 import torch
 from megatron_export import export
 
+from refit_transport.cluster.async_generation import AsyncGenerationWorker, KvCache
 from refit_transport.cluster.generation import EngineConfig, GenerationWorker
 from refit_transport.cluster.network import LOOPBACK, PortRange
 from refit_transport.cluster.policy import PolicyWorker
 from refit_transport.cluster.synchronizer import RefitSynchronizer
-from refit_transport.cluster.workers import WorkerGroup, collect
+from refit_transport.cluster.workers import Pending, WorkerGroup, collect
 from refit_transport.config.checkpoint_config import read_config
 from refit_transport.config.settings import RefitSettings
 from refit_transport.errors import LayoutError
@@ -115,6 +116,33 @@ class TestGeneration(GenerationWorker):
         if rank == self.rank:
             self._llm.collective_rpc(_flip, args=(parameter,))
 
+    def skip_next_cache_reset(self) -> None:
+        """Lets the next refit leave the prefix cache as it is."""
+        reset = self._llm.reset_prefix_cache
+
+        def skip() -> bool:
+            self._llm.reset_prefix_cache = reset
+            return True
+
+        self._llm.reset_prefix_cache = skip
+
+
+class TestAsyncGeneration(AsyncGenerationWorker):
+    """An engine of its own processes whose insides can be seen."""
+
+    __test__ = False
+
+    def use_kv_cache(self, what: KvCache) -> None:
+        self._kv_cache = what
+
+    def started(self) -> int:
+        """How many responses have a token."""
+        return sum(response.started for response in self._responses.values())
+
+    def unfinished(self) -> int:
+        """What vLLM itself still knows."""
+        return self._llm.get_num_unfinished_requests()
+
 
 def _flip(worker: Any, parameter: str) -> None:
     found = dict(worker.model_runner.get_model().named_parameters())[parameter]
@@ -132,6 +160,7 @@ class Case:
     expert_parallel: bool = False
     plain_weights: bool = True
     dtype: str = "float32"
+    max_model_len: int = 128
     model: Mapping[str, Any] = ()  # type: ignore[assignment]
 
     @property
@@ -171,19 +200,27 @@ class RunningCase:
             "timeout_s": TIMEOUT_S,
         }
         pending = [self.policy.build(TestPolicy, [{"rank": r, **common} for r in range(self.policy.count)])]
-        config = EngineConfig(
-            model=str(self.folder),
+        pending += [self.building(engine, self.folder) for engine in self.engines]
+        collect(pending, timeout_s=TIMEOUT_S)
+
+    def config(self, folder: Path, tensor: int) -> EngineConfig:
+        return EngineConfig(
+            model=str(folder),
             dtype=self.case.dtype,
-            tensor_parallel=self.case.tensor,
+            tensor_parallel=tensor,
             expert_parallel=self.case.expert_parallel,
-            max_model_len=128,
+            max_model_len=self.case.max_model_len,
             plain_weights=self.case.plain_weights,
         )
-        for engine in self.engines:
-            host, port = engine.address(ports, host=LOOPBACK)
-            own = {"world_size": engine.count, "host": host, "port": port, "config": config}
-            pending.append(engine.build(TestGeneration, [{"rank": r, **own} for r in range(engine.count)]))
-        collect(pending, timeout_s=TIMEOUT_S)
+
+    def building(self, engine: WorkerGroup, folder: Path) -> Pending:
+        """Starts building an engine over all ranks of a group."""
+        if "async" in engine.name:
+            own = {"config": self.config(folder, 1), "timeout_s": TIMEOUT_S}
+            return engine.build(TestAsyncGeneration, [own])
+        host, port = engine.address(PortRange(), host=LOOPBACK)
+        own = {"world_size": engine.count, "host": host, "port": port, "config": self.config(folder, engine.count)}
+        return engine.build(TestGeneration, [{"rank": r, **own} for r in range(engine.count)])
 
     def settings(self, **changes: Any) -> RefitSettings:
         sources = self.policy.count

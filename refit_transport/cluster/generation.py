@@ -13,7 +13,9 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+from refit_transport.cluster.sampling import SampleRequest, sample_of, vllm_parameters, vllm_prompt
 from refit_transport.errors import SeamError, WorkerError
+from refit_transport.rl.trajectories import Sample
 
 if TYPE_CHECKING:
     import torch
@@ -64,12 +66,13 @@ class GenerationWorker:
         self.rank, self._node = rank, node
         self._fenced = ""
         self._version = -1
-        os.environ.update(_environment(rank, world_size, host, port, config))
+        self._cached_tokens = 0
+        os.environ.update(_launcher(rank, world_size, host, port) | engine_environment(config))
         self._llm = _engine(config)
 
     def join_refit(self, address: RefitAddress) -> None:
         """Joins the refit as this engine's ranks; collective over the whole refit."""
-        self._llm.collective_rpc(_end_open_update)
+        self._llm.collective_rpc(end_open_update)
         self._llm.init_weight_transfer_engine({"init_info": {**asdict(address), "node": self._node}})
 
     def start_refit(self) -> None:
@@ -90,7 +93,7 @@ class GenerationWorker:
 
     def compare(self) -> Comparison:
         """Compares what is served with what the sources hold now, between refits; collective over the whole refit."""
-        found: list[Comparison] = self._llm.collective_rpc(_compare)
+        found: list[Comparison] = self._llm.collective_rpc(compare_served)
         return found[0]
 
     def version(self) -> int:
@@ -128,9 +131,28 @@ class GenerationWorker:
         outputs = self._llm.generate([{"prompt_token_ids": list(p)} for p in prompts], wanted, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
+    def sample(self, requests: Sequence[SampleRequest]) -> list[Sample]:
+        """Draws the responses as one batch; each depends on its own request and the weights only.
+
+        Raises:
+            WorkerError: the engine is fenced.
+        """
+        self._require_open("sample")
+        outputs = self._llm.generate(
+            [vllm_prompt(request) for request in requests],
+            [vllm_parameters(request) for request in requests],
+            use_tqdm=False,
+        )
+        self._cached_tokens = sum(output.num_cached_tokens or 0 for output in outputs)
+        return [sample_of(request, output.outputs[0]) for request, output in zip(requests, outputs, strict=True)]
+
+    def cached_prompt_tokens(self) -> int:
+        """How many prompt tokens of the last `sample` came from the prefix cache."""
+        return self._cached_tokens
+
     def weights(self) -> Mapping[str, torch.Tensor]:
         """Copies of this rank's live parameters, by name: what is served, for comparisons."""
-        [found] = self._llm.collective_rpc(_parameters)
+        [found] = self._llm.collective_rpc(live_parameters)
         return dict(found)
 
     def leave_refit(self) -> None:
@@ -152,26 +174,33 @@ class GenerationWorker:
             raise WorkerError("generation", self.rank, call, reason)
 
 
-def _environment(rank: int, world_size: int, host: str, port: int, config: EngineConfig) -> dict[str, str]:
-    launcher = {
+def _launcher(rank: int, world_size: int, host: str, port: int) -> dict[str, str]:
+    """Torch's launcher protocol, for the ranks of an engine that an outside launcher starts."""
+    return {
         "RANK": str(rank),
         # Ray shows a worker its own GPU only.
         "LOCAL_RANK": "0" if _has_cuda() else str(rank),
         "WORLD_SIZE": str(world_size),
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
+    }
+
+
+def engine_environment(config: EngineConfig) -> dict[str, str]:
+    """vLLM's own variables; to be set before vLLM is imported."""
+    environment = {
         # The engine runs in this process, so that the ranks' calls meet.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
     }
     if not _has_cuda():
-        launcher |= {
+        environment |= {
             "VLLM_CPU_KVCACHE_SPACE": str(config.kv_cache_gib),
             # Binding wants a NUMA node per rank.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "REFIT_TRANSPORT_VLLM_PLAIN_WEIGHTS": "1" if config.plain_weights else "0",
         }
-    return launcher
+    return environment
 
 
 def _has_cuda() -> bool:
@@ -182,28 +211,33 @@ def _has_cuda() -> bool:
 
 def _engine(config: EngineConfig) -> LLM:
     from vllm import LLM
+
+    return LLM(**engine_options(config), distributed_executor_backend="external_launcher")
+
+
+def engine_options(config: EngineConfig) -> dict[str, Any]:
+    """vLLM's arguments for an engine that takes refits and samples as `sampling` says."""
     from vllm.config import WeightTransferConfig
 
     options: dict[str, Any] = {}
     if config.max_model_len is not None:
         options["max_model_len"] = config.max_model_len
-    return LLM(
-        model=config.model,
-        dtype=config.dtype,
-        load_format=config.load_format,
-        tensor_parallel_size=config.tensor_parallel,
-        enable_expert_parallel=config.expert_parallel,
-        distributed_executor_backend="external_launcher",
-        enforce_eager=config.enforce_eager,
-        gpu_memory_utilization=config.gpu_memory_utilization,
-        skip_tokenizer_init=True,
-        weight_transfer_config=WeightTransferConfig(backend=ENGINE),
-        seed=0,
-        **options,
-    )
+    return options | {
+        "model": config.model,
+        "dtype": config.dtype,
+        "load_format": config.load_format,
+        "tensor_parallel_size": config.tensor_parallel,
+        "enable_expert_parallel": config.expert_parallel,
+        "enforce_eager": config.enforce_eager,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "skip_tokenizer_init": True,
+        "weight_transfer_config": WeightTransferConfig(backend=ENGINE),
+        "logprobs_mode": "processed_logprobs",
+        "seed": 0,
+    }
 
 
-def _end_open_update(worker: Any) -> None:
+def end_open_update(worker: Any) -> None:
     """A refit that failed elsewhere leaves vLLM's update open, and vLLM would refuse to start the next one."""
     if not hasattr(worker, "_weight_update_active"):
         expected = "the flag of an open weight update"
@@ -211,7 +245,8 @@ def _end_open_update(worker: Any) -> None:
     worker._weight_update_active = False
 
 
-def _compare(worker: Any) -> Comparison:
+def compare_served(worker: Any) -> Comparison:
+    """A vLLM worker's part in a comparison of both sides."""
     engine: Any = getattr(worker, "weight_transfer_engine", None)
     if not hasattr(engine, "compare"):
         raise SeamError("vllm", metadata.version("vllm"), "Worker.weight_transfer_engine", "this package's engine")
@@ -219,6 +254,7 @@ def _compare(worker: Any) -> Comparison:
     return found
 
 
-def _parameters(worker: Any) -> dict[str, torch.Tensor]:
+def live_parameters(worker: Any) -> dict[str, torch.Tensor]:
+    """Copies of a vLLM worker's parameters."""
     model = worker.model_runner.get_model()
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}

@@ -116,7 +116,9 @@ class Loop:
     def _begin(self) -> int:
         """Brings the engines to the trainer's weights; returns the last step that is done."""
         state = self._restored()
-        self._version = max(-1 if state is None else state.version, -1 if self.folder is None else self.folder.published())
+        self._version = max(
+            -1 if state is None else state.version, -1 if self.folder is None else self.folder.published()
+        )
         self.announce("first refit")
         self._publish()
         return 0 if state is None else state.step

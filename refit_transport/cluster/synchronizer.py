@@ -15,8 +15,9 @@ from refit_transport.verification import Comparison
 class RefitSynchronizer:
     """Drives both sides from the outside. Bytes never pass through it.
 
-    `policy` is a group of `PolicyWorker`, each of `engines` one of `GenerationWorker`, all built. Refit ranks: the
-    policy's first, then the engines', one after the other.
+    `policy` is a group of `PolicyWorker`, each of `engines` one of `GenerationWorker`, or of a single
+    `AsyncGenerationWorker` for the whole engine of `ranks_per_actor` ranks; all built. Refit ranks: the policy's first,
+    then the engines', one after the other.
     """
 
     def __init__(
@@ -27,7 +28,9 @@ class RefitSynchronizer:
         settings: RefitSettings,
         ports: PortRange,
         host: str | None = None,
+        ranks_per_actor: int = 1,
     ) -> None:
+        self._engine_ranks = [engine.count * ranks_per_actor for engine in engines]
         self._policy, self._engines = policy, tuple(engines)
         self._settings, self._ports, self._host = settings, ports, host
         self._prepared = False
@@ -43,7 +46,7 @@ class RefitSynchronizer:
             WorkerError: naming group, rank and phase of the first failure.
         """
         host, port = self._policy.address(self._ports, host=self._host)
-        world_size = self._policy.count + sum(engine.count for engine in self._engines)
+        world_size = self._policy.count + sum(self._engine_ranks)
         opened = self._policy.start_one(
             0, "open_refit", host=host, port=port, world_size=world_size, timeout_s=self._settings.timeout_s
         )
@@ -52,10 +55,10 @@ class RefitSynchronizer:
         pending: list[Pending] = []
         address = RefitAddress(host, int(found[0]), 0, world_size, self._settings.timeout_s)
         pending.append(self._policy.start("join_refit", address, self._settings))
-        for engine in self._engines:
+        for engine, ranks in zip(self._engines, self._engine_ranks, strict=True):
             own = RefitAddress(host, address.port, first_rank, world_size, self._settings.timeout_s)
             pending.append(engine.start("join_refit", own))
-            first_rank += engine.count
+            first_rank += ranks
         collect(pending, timeout_s=self._join_patience_s)
         self._prepared = True
 

@@ -1,0 +1,77 @@
+"""Samples from several engines at once, from the driver's side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from refit_transport.cluster.sampling import SampleRequest, split_over_engines
+from refit_transport.cluster.workers import WorkerGroup, collect
+from refit_transport.errors import WorkerError
+from refit_transport.rl.trajectories import Sample
+
+# A worker reports its own deadline with a better message than the driver's: give it time to.
+_MARGIN_S = 30.0
+
+
+def sample_on(engines: Sequence[WorkerGroup], requests: Sequence[SampleRequest], *, timeout_s: float) -> list[Sample]:
+    """Spreads the requests over engines of `GenerationWorker` ranks and waits; the samples in the requests' order.
+
+    Raises:
+        WorkerError: an engine failed or took longer than `timeout_s`, or two ranks of one drew different samples.
+    """
+    shares = _shares(engines, requests)
+    pending = [engine.start("sample", [requests[index] for index in share]) for engine, share in shares]
+    answers = collect(pending, timeout_s=timeout_s)
+    for (engine, _), by_rank in zip(shares, answers, strict=True):
+        for rank, samples in by_rank.items():
+            if samples != by_rank[0]:
+                raise WorkerError(engine.name, rank, "sample", "drew other samples than rank 0 of the engine")
+    return _in_order(shares, [by_rank[0] for by_rank in answers])
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """Requests that several engines of `AsyncGenerationWorker` work on: engine by engine, places and tickets."""
+
+    shares: tuple[tuple[WorkerGroup, tuple[int, ...]], ...]
+    tickets: tuple[tuple[int, ...], ...]
+
+    def take(self, *, timeout_s: float) -> list[Sample]:
+        """Waits for all responses; the samples in the requests' order.
+
+        Raises:
+            WorkerError: an engine failed, is fenced, or hasn't finished within `timeout_s`.
+        """
+        pending = [
+            engine.start("take", tickets, timeout_s=timeout_s)
+            for (engine, _), tickets in zip(self.shares, self.tickets, strict=True)
+        ]
+        return _in_order(self.shares, [found[0] for found in collect(pending, timeout_s=timeout_s + _MARGIN_S)])
+
+
+def submit_to(engines: Sequence[WorkerGroup], requests: Sequence[SampleRequest], *, timeout_s: float) -> Submission:
+    """Spreads the requests over engines of `AsyncGenerationWorker`, which generate in the background.
+
+    Raises:
+        WorkerError: an engine is fenced, or didn't accept within `timeout_s`.
+    """
+    shares = _shares(engines, requests)
+    pending = [engine.start("submit", [requests[index] for index in share]) for engine, share in shares]
+    tickets = [tuple(found[0]) for found in collect(pending, timeout_s=timeout_s)]
+    return Submission(tuple(shares), tuple(tickets))
+
+
+def _shares(
+    engines: Sequence[WorkerGroup], requests: Sequence[SampleRequest]
+) -> list[tuple[WorkerGroup, tuple[int, ...]]]:
+    """The engines that get any requests, with the places of these."""
+    shares = split_over_engines(requests, len(engines))
+    return [(engine, tuple(share)) for engine, share in zip(engines, shares, strict=True) if share]
+
+
+def _in_order(shares: Sequence[tuple[WorkerGroup, Sequence[int]]], answers: Sequence[Sequence[Any]]) -> list[Sample]:
+    places = [index for _, share in shares for index in share]
+    samples = [sample for answer in answers for sample in answer]
+    return [sample for _, sample in sorted(zip(places, samples, strict=True), key=lambda found: found[0])]
