@@ -86,6 +86,11 @@ def changed(document: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str
 
 
 @pytest.fixture
+def change() -> Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]:
+    return changed
+
+
+@pytest.fixture
 def accept(document: dict[str, Any]) -> Callable[[Mapping[str, Any]], RefitConfig]:
     return lambda changes: config_from(changed(document, changes), resolve_transport=know_two)
 

@@ -98,7 +98,9 @@ class TestGae:
         batch = make_batch(seed)
         rewards = torch.randn(batch.size, batch.length, generator=torch.Generator().manual_seed(seed))
         # With holes, as between the turns of a dialogue.
-        mask = batch.response_mask * (torch.rand(batch.size, batch.length) < 0.8)
+        mask = batch.response_mask * (
+            torch.rand(batch.values.shape, generator=torch.Generator().manual_seed(seed)) < 0.8
+        )
         found = generalized_advantages(rewards, batch.values, mask, gamma=gamma, lam=lam)
         for row in range(batch.size):
             at = mask[row].bool()
