@@ -41,25 +41,30 @@ class ExitCode(IntEnum):
     TERMINATED = 143
 
 
-class _Commands(TyperGroup):
-    """Turns this package's errors into a message and an exit code, for every command."""
+@contextmanager
+def telling_errors() -> Iterator[None]:
+    """Turns this package's errors into a message and an exit code."""
+    try:
+        yield
+    except (ConfigError, UnknownTransportError, MissingDependencyError) as error:
+        typer.echo(f"refit-transport: {error}", err=True)
+        raise typer.Exit(ExitCode.WRONG_USAGE) from None
+    except RefitTransportError as error:
+        typer.echo(f"refit-transport: {error}", err=True)
+        raise typer.Exit(ExitCode.FAILED) from None
+    except KeyboardInterrupt:
+        typer.echo("refit-transport: interrupted; everything that was started has ended", err=True)
+        raise typer.Exit(ExitCode.INTERRUPTED) from None
+    except SystemExit as stop:
+        if stop.code in (ExitCode.HUNG_UP, ExitCode.TERMINATED):
+            typer.echo("refit-transport: terminated; everything that was started has ended", err=True)
+        raise
 
+
+class _Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
-        try:
+        with telling_errors():
             return super().invoke(ctx)
-        except (ConfigError, UnknownTransportError, MissingDependencyError) as error:
-            typer.echo(f"refit-transport: {error}", err=True)
-            raise typer.Exit(ExitCode.WRONG_USAGE) from None
-        except RefitTransportError as error:
-            typer.echo(f"refit-transport: {error}", err=True)
-            raise typer.Exit(ExitCode.FAILED) from None
-        except KeyboardInterrupt:
-            typer.echo("refit-transport: interrupted; everything that was started has ended", err=True)
-            raise typer.Exit(ExitCode.INTERRUPTED) from None
-        except SystemExit as stop:
-            if stop.code in (ExitCode.HUNG_UP, ExitCode.TERMINATED):
-                typer.echo("refit-transport: terminated; everything that was started has ended", err=True)
-            raise
 
 
 app = typer.Typer(

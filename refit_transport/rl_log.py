@@ -93,5 +93,4 @@ def imported(module: str, wanted_by: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        package = module.partition(".")[0]
-        raise MissingDependencyError(package, wanted_by, "pip install refit-transport[rl]") from error
+        raise MissingDependencyError(module.partition(".")[0], wanted_by, "rl") from error

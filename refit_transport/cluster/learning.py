@@ -55,7 +55,7 @@ class Learner(Protocol):
     """Owns the training groups of a job."""
 
     def learn(self, rollout: Rollout, *, step: int, announce: Announce) -> Learned:
-        """Updates the weights with a step's samples.
+        """Updates the weights with a step's samples; `step` is its number.
 
         Raises:
             WorkerError: a training worker failed.
@@ -99,7 +99,7 @@ class GrpoLearner:
         if loss.kl is not None:
             self._training.freeze_reference()
 
-    def learn(self, rollout: Rollout, *, step: int, announce: Announce) -> Learned:
+    def learn(self, rollout: Rollout, *, step: int, announce: Announce) -> Learned:  # noqa: ARG002  # the protocol's
         """See `Learner.learn`."""
         clock, training = _Clock(), self._training
         with clock.timing("score"):

@@ -34,6 +34,8 @@ from refit_transport.config.rl import RlConfig
 from refit_transport.config.rl_schema import CriticMegatron, RlOptimizer
 
 _CRITIC = "critic"
+# Nats on the mean of a step, where both sides compute in fp32, and where one rounds to bf16.
+_EXACT_LIMIT, _ROUNDED_LIMIT = 1e-5, 1e-2
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +143,7 @@ def _learning(config: RlConfig, optimizer: RlOptimizer) -> dict[str, Any]:
     }
 
 
-def _critic_arguments(config: RlConfig, group: WorkerGroup, place: Any) -> list[dict[str, Any]]:
+def _critic_arguments(config: RlConfig, group: WorkerGroup, place: Place) -> list[dict[str, Any]]:
     value = config.sections.value
     megatron: CriticMegatron = value.megatron_cfg
     own = _learning(config, megatron.optimizer) | {
@@ -167,8 +169,9 @@ def loop_of(config: RlConfig, workers: RlWorkers, *, announce: Announce) -> Loop
         )
     limit = None
     if not sections.asynchronous.enabled:
-        by_precision = 1e-5 if config.refit.vllm_precision == config.refit.policy.precision == "float32" else 1e-2
-        limit = LogprobLimit(by_precision, stops=True)
+        is_exact = config.refit.vllm_precision == config.refit.policy.precision == "float32"
+        by_precision = _EXACT_LIMIT if is_exact else _ROUNDED_LIMIT
+        limit = LogprobLimit(run.logprob_error_limit or by_precision, stops=run.on_logprob_error == "stop")
     return Loop(
         learner=_learner(config, workers),
         rollouts=_rollouts(config, workers),

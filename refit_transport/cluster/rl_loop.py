@@ -21,6 +21,14 @@ PHASES = ("generate", "score", "train", "wait", "refit", "save")
 
 
 @dataclass(frozen=True, slots=True)
+class LogprobLimit:
+    """How far trainer and samplers may be apart (nats, mean of a step), and whether going beyond ends the job at once."""
+
+    limit: float
+    stops: bool
+
+
+@dataclass(frozen=True, slots=True)
 class StepReport:
     """One finished step, which trained the weights of `version - 1` and published `version`.
 
@@ -38,6 +46,12 @@ class StepReport:
     seconds: Mapping[str, float]
     refit: RefitReport
     overlap: Overlap | None
+    limit: LogprobLimit | None
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether the samplers computed something else than the trainer."""
+        return self.limit is not None and not self.learned.logprob_error.mean <= self.limit.limit
 
     @property
     def refit_share(self) -> float:
@@ -77,14 +91,6 @@ def _means(updates: tuple[Any, ...]) -> dict[str, float]:
     """The mean of each figure over a step's updates; the loss's own figures are nested in `loss`."""
     flat = [{**asdict(update), **asdict(update)["loss"]} for update in updates]
     return {name: sum(each[name] for each in flat) / len(flat) for name in flat[0]}
-
-
-@dataclass(frozen=True, slots=True)
-class LogprobLimit:
-    """How far trainer and samplers may be apart on the mean of a step, and whether going beyond ends the job at once."""
-
-    limit: float
-    stops: bool
 
 
 @dataclass(slots=True)
@@ -167,6 +173,7 @@ class Loop:
             {**self._seconds, "total": whole.end - whole.start},
             refit,
             overlap(ran, [trained], within=whole) if ran else None,
+            self.limit,
         )
 
     def _publish(self) -> RefitReport:
@@ -178,7 +185,7 @@ class Loop:
     def _judge(self, learned: Learned) -> None:
         error = learned.logprob_error.mean
         if self.limit is not None and self.limit.stops and not error <= self.limit.limit:
-            raise ParityError(self._version, error, self.limit.limit, "differ from the trainer's on average by")
+            raise apart(self._version, error, self.limit)
 
     def _save(self, step: int, rollout: Rollout, *, is_last: bool) -> None:
         if self.folder is not None and (is_last or step % self.save_period == 0):
@@ -191,6 +198,12 @@ class Loop:
         began = time.perf_counter()
         yield
         self._seconds[phase] += time.perf_counter() - began
+
+
+def apart(version: int, error: float, limit: LogprobLimit) -> ParityError:
+    """Trainer and samplers compute different things with one version of the weights: the refit is wrong."""
+    what = "differ from the trainer's on average by"
+    return ParityError(version, error, limit.limit, what, "logprob_error_limit")
 
 
 def _other_job(path: Path) -> ConfigError:

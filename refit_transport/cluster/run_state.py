@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from refit_transport.cluster.training_checkpoint import begin_folder, publish_folder
 from refit_transport.errors import ConfigError, Violation
@@ -35,7 +36,7 @@ class RunFolder:
     """
 
     def __init__(self, folder: Path, *, keep: int | None, best: bool, higher_is_better: bool = True) -> None:
-        """`keep` checkpoints stay (None: all): the latest ones, or with `best` the latest and those of the best reward."""
+        """`keep` checkpoints stay (None: all): the latest, or with `best` the latest one and those of the best reward."""
         self._folder, self._keep, self._best, self._sign = folder, keep, best, 1 if higher_is_better else -1
 
     def latest(self) -> tuple[Path, RunState] | None:
@@ -97,7 +98,7 @@ class RunFolder:
         return [path for path, _ in by_worth[: len(found) - self._keep]]
 
 
-def _read(path: Path) -> dict[str, object]:
+def _read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
