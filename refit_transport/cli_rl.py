@@ -51,7 +51,8 @@ def _run(algorithm: str, path: Path, overrides: Sequence[str], plot: Path | None
     if plot is not None:
         imported("matplotlib", "--plot")
     console = Console(stderr=as_json, markup=False, highlight=False)
-    steps, reports = config.sections.rollouts.max_num_steps, list[StepReport]()
+    reports: list[StepReport] = []
+    steps = config.sections.rollouts.max_num_steps
     with (
         StepLog(Path(config.sections.logger.log_dir), tensorboard=config.sections.logger.tensorboard_enabled) as log,
         _progress(steps) as (announce, done),

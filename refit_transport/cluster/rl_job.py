@@ -14,6 +14,7 @@ from refit_transport.cluster.checkpoint import CheckpointReader
 from refit_transport.cluster.critic import CriticWorker
 from refit_transport.cluster.generation import GenerationWorker
 from refit_transport.cluster.job import (
+    Place,
     Role,
     engine_arguments,
     engine_config,

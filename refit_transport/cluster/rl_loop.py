@@ -22,7 +22,7 @@ PHASES = ("generate", "score", "train", "wait", "refit", "save")
 
 @dataclass(frozen=True, slots=True)
 class LogprobLimit:
-    """How far trainer and samplers may be apart (nats, mean of a step), and whether going beyond ends the job at once."""
+    """How far trainer and samplers may be apart (nats, mean of a step); whether going beyond ends the job at once."""
 
     limit: float
     stops: bool

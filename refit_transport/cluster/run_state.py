@@ -36,7 +36,7 @@ class RunFolder:
     """
 
     def __init__(self, folder: Path, *, keep: int | None, best: bool, higher_is_better: bool = True) -> None:
-        """`keep` checkpoints stay (None: all): the latest, or with `best` the latest one and those of the best reward."""
+        """`keep` checkpoints stay (None: all): the latest, or with `best` the last one and those of the best reward."""
         self._folder, self._keep, self._best, self._sign = folder, keep, best, 1 if higher_is_better else -1
 
     def latest(self) -> tuple[Path, RunState] | None:
@@ -68,7 +68,9 @@ class RunFolder:
         path = self._folder / _PUBLISHED
         if not path.exists():
             return -1
-        return int(_read(path)["version"])
+        if not isinstance(version := _read(path).get("version"), int):
+            raise _unreadable(path, "it has no version")
+        return version
 
     def publishing(self, version: int) -> None:
         """Notes a version before it is published, so that no later run publishes it again."""
@@ -85,7 +87,7 @@ class RunFolder:
             try:
                 found.append((path, RunState(**_read(path / _STATE))))
             except TypeError as error:
-                raise _unreadable(path / _STATE, str(error)) from error
+                raise _unreadable(path / _STATE, str(error).partition("() ")[2]) from error
         return sorted(found, key=lambda each: each[1].step)
 
     def _superseded(self) -> list[Path]:
