@@ -71,6 +71,9 @@ def _run(algorithm: str, path: Path, overrides: Sequence[str], plot: Path | None
         print_json({"steps": [report.to_json() for report in reports]})
     elif reports:
         _show_end(reports, config, console)
+    else:
+        where = config.sections.checkpointing.checkpoint_dir
+        console.print(f"There is nothing to do: the checkpoints in {where} have all {steps} steps behind them.")
     wrong = [report for report in reports if report.is_apart and report.limit is not None]
     if wrong:
         worst = max(wrong, key=lambda report: report.learned.logprob_error.mean)
