@@ -30,25 +30,32 @@ class ExitCode(IntEnum):
     TERMINATED = 143
 
 
+@contextmanager
+def telling_errors() -> Iterator[None]:
+    """Turns this package's errors into a message and an exit code."""
+    try:
+        yield
+    except (ConfigError, UnknownTransportError, MissingDependencyError) as error:
+        typer.echo(f"refit-transport: {error}", err=True)
+        raise typer.Exit(ExitCode.WRONG_USAGE) from None
+    except RefitTransportError as error:
+        typer.echo(f"refit-transport: {error}", err=True)
+        raise typer.Exit(ExitCode.FAILED) from None
+    except KeyboardInterrupt:
+        typer.echo("refit-transport: interrupted; everything that was started has ended", err=True)
+        raise typer.Exit(ExitCode.INTERRUPTED) from None
+    except SystemExit as stop:
+        if stop.code in (ExitCode.HUNG_UP, ExitCode.TERMINATED):
+            typer.echo("refit-transport: terminated; everything that was started has ended", err=True)
+        raise
+
+
 class Commands(TyperGroup):
-    """Turns this package's errors into a message and an exit code, for every command."""
+    """`telling_errors` for every command."""
 
     def invoke(self, ctx: Any) -> Any:
-        try:
+        with telling_errors():
             return super().invoke(ctx)
-        except (ConfigError, UnknownTransportError, MissingDependencyError) as error:
-            typer.echo(f"refit-transport: {error}", err=True)
-            raise typer.Exit(ExitCode.WRONG_USAGE) from None
-        except RefitTransportError as error:
-            typer.echo(f"refit-transport: {error}", err=True)
-            raise typer.Exit(ExitCode.FAILED) from None
-        except KeyboardInterrupt:
-            typer.echo("refit-transport: interrupted; everything that was started has ended", err=True)
-            raise typer.Exit(ExitCode.INTERRUPTED) from None
-        except SystemExit as stop:
-            if stop.code in (ExitCode.HUNG_UP, ExitCode.TERMINATED):
-                typer.echo("refit-transport: terminated; everything that was started has ended", err=True)
-            raise
 
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file with NeMo RL's keys.")]
@@ -63,10 +70,10 @@ def load(config: Path, overrides: list[str] | None, *, purpose: Purpose = "run")
     """The configuration that a command runs on, checked for what the command does with it."""
     from refit_transport.config.load import load_config
 
-    return load_config(config, resolve_transport=_usable_transport, overrides=overrides or (), purpose=purpose)
+    return load_config(config, resolve_transport=usable_transport, overrides=overrides or (), purpose=purpose)
 
 
-def _usable_transport(name: str | None) -> None:
+def usable_transport(name: str | None) -> None:
     """Resolves a transport; another package's is imported too, which would fail on every rank otherwise.
 
     Raises:

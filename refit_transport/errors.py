@@ -235,9 +235,10 @@ class ParityError(_FieldError):
     difference: float
     tolerance: float
     what: str
+    setting: str = "logprob_tolerance"
 
     def message(self) -> str:
         return (
             f"weight version {self.version}: the samplers' log-probabilities {self.what} {self.difference:.3g} "
-            f"(refit_run.logprob_tolerance is {self.tolerance:g})"
+            f"(refit_run.{self.setting} is {self.tolerance:g})"
         )

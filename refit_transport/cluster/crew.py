@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from refit_transport.cluster.job import placed_groups
+from refit_transport.cluster.job import placed_groups, refit_roles
 from refit_transport.cluster.network import PortRange
 from refit_transport.cluster.workers import Pending, WorkerGroup, collect
 from refit_transport.config.schema import RefitConfig
@@ -58,7 +58,7 @@ def running_crew(
     Raises:
         WorkerError: a worker didn't start; names group, rank and phase.
     """
-    with placed_groups(config, scratch=scratch) as placed:
+    with placed_groups(config, refit_roles(config), scratch=scratch) as placed:
         building: list[Pending] = []
         first = 0
         for group in placed.groups:

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 
@@ -142,63 +142,86 @@ def running_job(
     Raises:
         WorkerError: a worker didn't start; names group, rank and phase.
     """
-    with placed_groups(config, scratch=scratch) as placed:
-        ports, host = placed.ports, placed.host
+    with placed_groups(config, refit_roles(config), scratch=scratch) as placed:
+        places, ports = placed.meeting_places()
         policy, *engines = placed.groups
-        places = []
-        for group in placed.groups:
-            address, port = group.address(ports, host=host)
-            places.append((address, port))
-            ports = ports.promising(port)
-        building = [policy.build(PolicyWorker, _policy_arguments(config, policy, *places[0]))]
+        building = [policy.build(PolicyWorker, policy_arguments(config, policy, places[0]))]
         building += [
-            engine.build(GenerationWorker, _engine_arguments(config, engine, *place))
+            engine.build(GenerationWorker, engine_arguments(config, engine, place))
             for engine, place in zip(engines, places[1:], strict=True)
         ]
         collect(building, timeout_s=config.refit_run.worker_timeout_s)
         settings = settings or config.refit_settings()
-        synchronizer = RefitSynchronizer(policy, engines, settings=settings, ports=ports, host=host)
+        synchronizer = RefitSynchronizer(policy, engines, settings=settings, ports=ports, host=placed.host)
         yield RefitJob(policy, tuple(engines), synchronizer)
 
 
 @dataclass(frozen=True, slots=True)
+class Role:
+    """A group of a job: how many actors, and how many ranks each of them holds."""
+
+    name: str
+    actors: int
+    ranks_each: int = 1
+
+
+def refit_roles(config: RefitConfig) -> list[Role]:
+    """The policy, then each engine: an actor per rank."""
+    ranks = config.policy.generation.vllm_cfg.ranks
+    return [Role("policy", config.training_ranks), *(Role(f"engine {i}", ranks) for i in range(config.engines))]
+
+
+@dataclass(frozen=True, slots=True)
 class PlacedGroups:
-    """The policy's group, then one for each engine; where they may listen, and at which address (None: the node's)."""
+    """A group for each role; where they may listen, and at which address (None: the node's)."""
 
     groups: tuple[WorkerGroup, ...]
     ports: PortRange
     host: str | None
 
+    def meeting_places(self) -> tuple[list[Place], PortRange]:
+        """An address and a free port at each group's rank 0, all different, and the ports to try next."""
+        ports, places = self.ports, []
+        for group in self.groups:
+            place = Place(*group.address(ports, host=self.host))
+            places.append(place)
+            ports = ports.promising(place.port)
+        return places, ports
+
+
+class Place(NamedTuple):
+    """Where a group's rank 0 can listen."""
+
+    host: str
+    port: int
+
 
 @contextlib.contextmanager
-def placed_groups(config: RefitConfig, *, scratch: Path | None = None) -> Iterator[PlacedGroups]:
-    """Starts the actors of all ranks, without workers yet, and releases them at the end of the block.
+def placed_groups(
+    config: RefitConfig, roles: Sequence[Role], *, scratch: Path | None = None
+) -> Iterator[PlacedGroups]:  # fmt: skip
+    """Starts the actors of all roles, without workers yet, and releases them at the end of the block.
 
     Raises:
         WorkerError: the cluster doesn't have the resources.
     """
-    resources = _rank_resources(config.cluster.ranks)
-    environment = _environment(resources, scratch)
-    engine_ranks = config.policy.generation.vllm_cfg.ranks
-    sizes = {"policy": config.training_ranks} | {f"engine {i}": engine_ranks for i in range(config.engines)}
+    each = _rank_resources(sum(role.actors * role.ranks_each for role in roles))
+    environment = _environment(each, scratch)
     with contextlib.ExitStack() as stack:
-        groups = tuple(
-            _group(stack, name, count, resources, environment, config.refit_run.worker_timeout_s)
-            for name, count in sizes.items()
-        )
+        groups = tuple(_group(stack, role, each, environment, config.refit_run.worker_timeout_s) for role in roles)
         ports = PortRange(config.cluster.master_port_range_low or 0, config.cluster.master_port_range_high or 0)
         yield PlacedGroups(groups, ports, None if config.cluster.num_nodes > 1 else LOOPBACK)
 
 
 def _group(
     stack: contextlib.ExitStack,
-    name: str,
-    count: int,
-    resources: Mapping[str, float],
+    role: Role,
+    each: Mapping[str, float],
     environment: Mapping[str, str],
     timeout_s: float,
 ) -> WorkerGroup:
-    group = WorkerGroup(name, count, resources=resources, environment=environment, timeout_s=timeout_s)
+    resources = {kind: share * role.ranks_each for kind, share in each.items()}
+    group = WorkerGroup(role.name, role.actors, resources=resources, environment=environment, timeout_s=timeout_s)
     stack.callback(group.release)
     return group
 
@@ -229,11 +252,12 @@ def _rank_resources(ranks: int) -> dict[str, float]:
     return {"CPU": thousandths / 1000}
 
 
-def _policy_arguments(config: RefitConfig, group: WorkerGroup, address: str, port: int) -> list[dict[str, Any]]:
+def policy_arguments(config: RefitConfig, group: WorkerGroup, place: Place) -> list[dict[str, Any]]:
+    """For each rank's `PolicyWorker`; rank 0 listens at `place`."""
     megatron = config.policy.megatron_cfg
     common = {
         "world_size": group.count,
-        "init_method": f"tcp://{address}:{port}",
+        "init_method": f"tcp://{place.host}:{place.port}",
         "checkpoint": str(Path(config.policy.model_name).resolve()),
         "parallelism": megatron.parallelism,
         "precision": config.policy.precision,
@@ -244,9 +268,16 @@ def _policy_arguments(config: RefitConfig, group: WorkerGroup, address: str, por
     return [{"rank": rank, "node": node, **common} for rank, node in enumerate(group.nodes())]
 
 
-def _engine_arguments(config: RefitConfig, group: WorkerGroup, address: str, port: int) -> list[dict[str, Any]]:
+def engine_arguments(config: RefitConfig, group: WorkerGroup, place: Place) -> list[dict[str, Any]]:
+    """For each rank's `GenerationWorker`; rank 0 listens at `place`."""
+    common = {"world_size": group.count, "host": place.host, "port": place.port, "config": engine_config(config)}
+    return [{"rank": rank, "node": node, **common} for rank, node in enumerate(group.nodes())]
+
+
+def engine_config(config: RefitConfig) -> EngineConfig:
+    """How the job's engines are built."""
     vllm = config.policy.generation.vllm_cfg
-    engine = EngineConfig(
+    return EngineConfig(
         model=str(Path(config.policy.model_name).resolve()),
         dtype=config.vllm_precision,
         tensor_parallel=vllm.tensor_parallel_size,
@@ -257,8 +288,6 @@ def _engine_arguments(config: RefitConfig, group: WorkerGroup, address: str, por
         enforce_eager=vllm.enforce_eager,
         gpu_memory_utilization=vllm.gpu_memory_utilization,
     )
-    common = {"world_size": group.count, "host": address, "port": port, "config": engine}
-    return [{"rank": rank, "node": node, **common} for rank, node in enumerate(group.nodes())]
 
 
 def agreed(groups: Sequence[WorkerGroup], method: str, *args: Any, timeout_s: float) -> Any:

@@ -207,6 +207,11 @@ class RefitRun(Section):
         (8, 6, 4, 2),
     )
     logprob_tolerance: Annotated[Number, Field(gt=0)] = 1e-4
+    # GRPO and PPO jobs: how far log-probabilities of trainer and samplers may be apart, on the mean of a step (nats);
+    # null: 1e-5 where both compute in float32, else 1e-2. Asynchronous jobs have no limit: their samplers are behind.
+    logprob_error_limit: Annotated[Number, Field(gt=0)] | None = None
+    # What going beyond that limit does: end the job at once, or warn at each step and fail at the end.
+    on_logprob_error: Literal["stop", "warn"] = "stop"
     # Seconds that a worker may take to start, to train a step, or to compute log-probabilities.
     worker_timeout_s: Annotated[Number, Field(gt=0)] = 600.0
     # Where the refit reports go as JSON, relative to the working directory; null: nowhere.

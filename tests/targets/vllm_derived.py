@@ -25,8 +25,8 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from vllm_models import Model, State, differing, kept
-from vllm_refits import PARTS, RANK, WORLD, write_checkpoint
+from vllm_models import Model, State, differing, kept, prepare_process
+from vllm_refits import PARTS, RANK, WORLD, cut_of, write_checkpoint
 
 from refit_transport.config.settings import RefitSettings
 from refit_transport.fabrics.rendezvous import ControlChannel

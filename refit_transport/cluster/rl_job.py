@@ -1,0 +1,245 @@
+"""A whole GRPO or PPO job on Ray: a Megatron policy, perhaps a critic, vLLM engines, and the loop over them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from refit_transport.cluster.async_generation import AsyncGenerationWorker
+from refit_transport.cluster.checkpoint import CheckpointReader
+from refit_transport.cluster.critic import CriticWorker
+from refit_transport.cluster.generation import GenerationWorker
+from refit_transport.cluster.job import (
+    Place,
+    Role,
+    engine_arguments,
+    engine_config,
+    placed_groups,
+    policy_arguments,
+    ray_cluster,
+    refit_roles,
+)
+from refit_transport.cluster.learning import Announce, GrpoLearner, Learner, PpoLearner, PpoSettings
+from refit_transport.cluster.policy import PolicyWorker
+from refit_transport.cluster.rl_loop import LogprobLimit, Loop, StepReport
+from refit_transport.cluster.rollouts import AheadRollouts, Asking, FreshRollouts, Rollouts
+from refit_transport.cluster.run_state import RunFolder
+from refit_transport.cluster.synchronizer import RefitSynchronizer
+from refit_transport.cluster.tiny_model import tiny_model
+from refit_transport.cluster.workers import WorkerGroup, collect
+from refit_transport.config.rl import RlConfig
+from refit_transport.config.rl_schema import CriticMegatron, RlOptimizer
+
+_CRITIC = "critic"
+# Nats on the mean of a step, where both sides compute in fp32, and where one rounds to bf16.
+_EXACT_LIMIT, _ROUNDED_LIMIT = 1e-5, 1e-2
+
+
+@dataclass(frozen=True, slots=True)
+class RlWorkers:
+    """The running parts of a job."""
+
+    policy: WorkerGroup
+    critic: WorkerGroup | None
+    engines: tuple[WorkerGroup, ...]
+    synchronizer: RefitSynchronizer
+
+
+def run_steps(config: RlConfig, *, ray_address: str | None, announce: Announce) -> Iterator[StepReport]:
+    """Runs a job to its last step, from its last checkpoint if there is one, and yields each step when it is done.
+
+    Args:
+        config: the job.
+        ray_address: a running Ray cluster's address; None starts one on this machine.
+        announce: called with what comes next, in a few words.
+
+    Raises:
+        ConfigError: the model or a checkpoint can't be used; nothing has started, or all is released.
+        WorkerError: a worker failed; everything is released first.
+        ParityError: trainer and samplers compute different things.
+    """
+    folder, wanted = Path(config.refit.policy.model_name), config.refit.refit_run.tiny_model
+    with ExitStack() as stack:
+        if wanted is not None:
+            announce("making a tiny model, unless it is there")
+            stack.enter_context(tiny_model(folder, wanted))
+        # Workers would find it too, but only after half a minute, and one after the other.
+        CheckpointReader(folder).check()
+        announce("starting Ray")
+        scratch = stack.enter_context(ray_cluster(address=ray_address))
+        announce("starting the workers")
+        workers = stack.enter_context(running_workers(config, scratch=scratch))
+        announce("planning the refit")
+        workers.synchronizer.prepare()
+        loop = loop_of(config, workers, announce=announce)
+        yield from loop.run(config.sections.rollouts.max_num_steps)
+
+
+@contextmanager
+def running_workers(config: RlConfig, *, scratch: Path | None = None) -> Iterator[RlWorkers]:
+    """Starts all workers of a job and releases them at the end of the block. See `job.running_job`.
+
+    The critic's ranks come on top of the cluster's own: as many as the policy has.
+    """
+    refit = config.refit
+    with placed_groups(refit, roles(config), scratch=scratch) as placed:
+        places, ports = placed.meeting_places()
+        by_name = dict(
+            zip((group.name for group in placed.groups), zip(placed.groups, places, strict=True), strict=True)
+        )
+        policy, place = by_name.pop("policy")
+        learning = _learning(config, config.sections.policy.megatron_cfg.optimizer)
+        building = [policy.build(PolicyWorker, [each | learning for each in policy_arguments(refit, policy, place)])]
+        critic, place = by_name.pop(_CRITIC, (None, place))
+        if critic is not None:
+            building.append(critic.build(CriticWorker, _critic_arguments(config, critic, place)))
+        for engine, where in by_name.values():
+            if config.sections.asynchronous.enabled:
+                own = {"config": engine_config(refit), "timeout_s": refit.refit_run.worker_timeout_s}
+                building.append(engine.build(AsyncGenerationWorker, [{**own, "node": n} for n in engine.nodes()]))
+            else:
+                building.append(engine.build(GenerationWorker, engine_arguments(refit, engine, where)))
+        collect(building, timeout_s=refit.refit_run.worker_timeout_s)
+        engines = tuple(engine for engine, _ in by_name.values())
+        synchronizer = RefitSynchronizer(
+            policy,
+            engines,
+            settings=refit.refit_settings(),
+            ports=ports,
+            host=placed.host,
+            ranks_per_actor=_ranks_per_actor(config),
+        )
+        yield RlWorkers(policy, critic, engines, synchronizer)
+
+
+def roles(config: RlConfig) -> list[Role]:
+    """The policy, perhaps the critic, then each engine: an actor per rank, or per engine where it runs ahead."""
+    policy, *engines = refit_roles(config.refit)
+    each = _ranks_per_actor(config)
+    engines = [Role(role.name, role.actors // each, each) for role in engines]
+    critic = [Role(_CRITIC, policy.actors)] if config.sections.ppo is not None else []
+    return [policy, *critic, *engines]
+
+
+def _ranks_per_actor(config: RlConfig) -> int:
+    if not config.sections.asynchronous.enabled:
+        return 1
+    return config.refit.policy.generation.vllm_cfg.ranks
+
+
+def _learning(config: RlConfig, optimizer: RlOptimizer) -> dict[str, Any]:
+    """What a training worker of an RL job has beyond one of `run`."""
+    policy = config.sections.policy
+    return {
+        "learning_rate": optimizer.lr,
+        "weight_decay": optimizer.weight_decay,
+        "adam_betas": (optimizer.adam_beta1, optimizer.adam_beta2),
+        "adam_eps": optimizer.adam_eps,
+        "max_grad_norm": policy.max_grad_norm,
+        "micro_batch_size": policy.train_micro_batch_size,
+    }
+
+
+def _critic_arguments(config: RlConfig, group: WorkerGroup, place: Place) -> list[dict[str, Any]]:
+    value = config.sections.value
+    megatron: CriticMegatron = value.megatron_cfg
+    own = _learning(config, megatron.optimizer) | {
+        "parallelism": megatron.parallelism,
+        "max_grad_norm": value.max_grad_norm,
+        "micro_batch_size": value.train_micro_batch_size or config.sections.policy.train_micro_batch_size,
+    }
+    arguments = policy_arguments(config.refit, group, place)
+    return [{**{key: each[key] for key in each if key != "node"}, **own} for each in arguments]
+
+
+def loop_of(config: RlConfig, workers: RlWorkers, *, announce: Announce) -> Loop:
+    """The loop over running workers."""
+    sections, run = config.sections, config.refit.refit_run
+    checkpointing = sections.checkpointing
+    folder = None
+    if checkpointing.enabled:
+        folder = RunFolder(
+            Path(checkpointing.checkpoint_dir),
+            keep=checkpointing.keep_top_k,
+            best=checkpointing.metric_name is not None,
+            higher_is_better=checkpointing.higher_is_better,
+        )
+    limit = None
+    if not sections.asynchronous.enabled:
+        is_exact = config.refit.vllm_precision == config.refit.policy.precision == "float32"
+        by_precision = _EXACT_LIMIT if is_exact else _ROUNDED_LIMIT
+        limit = LogprobLimit(run.logprob_error_limit or by_precision, stops=run.on_logprob_error == "stop")
+    return Loop(
+        learner=_learner(config, workers),
+        rollouts=_rollouts(config, workers),
+        sync=workers.synchronizer.sync,
+        folder=folder,
+        save_period=checkpointing.save_period,
+        fingerprint=fingerprint(config),
+        limit=limit,
+        announce=announce,
+    )
+
+
+def fingerprint(config: RlConfig) -> str:
+    """Of all that decides a job's course, but not how far it goes, how it is cut, or where it writes."""
+    sections = config.sections
+    rollouts = sections.rollouts.model_dump(mode="json", exclude={"max_num_steps", "max_num_epochs"})
+    parts = [
+        config.refit.policy.model_name,
+        config.refit.policy.precision,
+        rollouts,
+        *(part.model_dump(mode="json") for part in (sections.loss_fn, sections.value_loss_fn, sections.data)),
+        sections.policy.model_dump(mode="json"),
+    ]
+    return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
+
+
+def _learner(config: RlConfig, workers: RlWorkers) -> Learner:
+    sections, timeout_s = config.sections, config.refit.refit_run.worker_timeout_s
+    if workers.critic is None:
+        return GrpoLearner(
+            workers.policy,
+            groups=config.group_advantages(),
+            loss=config.policy_loss(),
+            rows_per_update=sections.global_batch_size,
+            timeout_s=timeout_s,
+        )
+    assert sections.ppo is not None
+    settings = PpoSettings(
+        gae=config.gae(),
+        loss=config.policy_loss(),
+        value_loss=config.value_loss(),
+        epochs=sections.ppo.ppo_epochs,
+        rows_per_update=sections.global_batch_size,
+        first_policy_step=sections.ppo.policy_training_start_step + 1,
+        seed=sections.ppo.seed,
+    )
+    return PpoLearner(workers.policy, workers.critic, settings=settings, timeout_s=timeout_s)
+
+
+def _rollouts(config: RlConfig, workers: RlWorkers) -> Rollouts:
+    sections, generation = config.sections, config.sections.policy.generation
+    asking = Asking(
+        task=config.task(),
+        prompts=sections.rollouts.num_prompts_per_step,
+        samples=sections.rollouts.num_generations_per_prompt,
+        seed=sections.rollouts.seed,
+        max_tokens=sections.max_new_tokens,
+        temperature=generation.temperature,
+        stop_ids=generation.stop_token_ids or (),
+    )
+    timeout_s, ahead = config.refit.refit_run.worker_timeout_s, sections.asynchronous
+    if not ahead.enabled:
+        return FreshRollouts(workers.engines, asking, timeout_s=timeout_s)
+    return AheadRollouts(
+        workers.engines,
+        asking,
+        max_age=ahead.max_trajectory_age_steps,
+        in_flight=ahead.in_flight_weight_updates,
+        timeout_s=timeout_s,
+    )
