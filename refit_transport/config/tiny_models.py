@@ -121,13 +121,14 @@ TINY_MODELS: Mapping[TinyKind, TinyShape] = {
     "deepseek_v2": _shape(
         "DeepseekV2", **(_LATENT | {"q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1})
     ),
-    "deepseek_v3": _shape("DeepseekV3", **_LATENT),
+    "deepseek_v3": _shape("DeepseekV3", **_LATENT, num_nextn_predict_layers=0),
     "glm": _shape(
         "Glm4Moe",
         **(_GROUPED | {"n_shared_experts": 1}),
         attention_bias=True,
         use_qk_norm=True,
         partial_rotary_factor=0.5,
+        num_nextn_predict_layers=0,
     ),
     "gpt_oss": _shape(
         "GptOss",
