@@ -18,6 +18,7 @@ SCRIPT = Path(__file__).with_name("vllm_engine_refits.py")
 # Each has something that Qwen's engines haven't: latent attention, Mamba, a gated delta net, attention sinks.
 KINDS = ("deepseek", "nemotron dense")
 MORE = (
+    "glm with a drafter",
     *("qwen3 next", "gpt-oss", "llama", "qwen2 tied", "glm", "mixtral"),
     *("gemma text", "gemma 2", "deepseek v2", "deepseek without q lora"),
 )
@@ -31,8 +32,11 @@ def _share_at_parity(folder, kinds, *, plain, world_size=1):
     environment["VLLM_DIST_IDENT"] = "refits"
     for results in run_ranks(SCRIPT, folder, kinds, world_size=world_size, environment=environment):
         assert list(results) == list(kinds)
-        for found in results.values():
+        for kind, found in results.items():
             assert found["differ"]
+            if kind.endswith(" with a drafter"):
+                assert found["tensors of the drafter that differ"] > 10
+                assert [found[f"{version}: differs from a fresh {n}"] for version, n in enumerate("bab")] == [[]] * 3
             assert [found[f"{version}: says what a fresh {name} says"] for version, name in enumerate("bab")] == [
                 True
             ] * 3
