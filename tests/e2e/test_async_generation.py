@@ -69,8 +69,10 @@ def job(groups, engine, tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def whole(job, engine):
-    """Each test starts with an idle engine that serves A and computes its cache anew."""
+def whole(request, job, engine):
+    """Each test starts with an idle engine that serves A and computes its cache anew, unless it builds its own."""
+    if "death" in request.node.name:
+        return
     engine.call("abort")
     engine.call("use_kv_cache", "recompute")
     job.refit("A")
@@ -217,8 +219,8 @@ def test_nothing_waits_for_ever_and_aborted_requests_leave_the_engine(job, engin
     assert len(engine.call("sample", long_requests(max_tokens=4))[0]) == 3
 
 
-def test_no_process_outlives_it(job, engine):
-    """Last, because it ends the engine: in order, then by a death of each of its processes."""
+def test_shutdown_ends_what_is_generated_and_every_process(job, engine):
+    """Of the last tests, which end the engine."""
     children = running_children(engine)
     submit_to([engine], long_requests(), timeout_s=TIMEOUT_S)
     engine.call("shutdown")
@@ -227,6 +229,10 @@ def test_no_process_outlives_it(job, engine):
     with pytest.raises(WorkerError, match="fenced: it was shut down"):
         engine.call("sample", requests())
 
+
+@pytest.mark.nightly
+def test_no_process_outlives_the_death_of_another(job, engine):
+    """Last, because it ends the actor."""
     collect([job.building(engine, job.folder)], timeout_s=TIMEOUT_S)
     submission = submit_to([engine], long_requests(), timeout_s=TIMEOUT_S)
     children = running_children(engine)
