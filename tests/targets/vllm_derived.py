@@ -38,7 +38,7 @@ from refit_transport.targets.vllm import VllmTarget
 CHANGES = {"deepseek": "kv_b_proj", "nemotron dense": "mixer.D", "qwen2 tied": "embed_tokens"}
 # A model whose only change is a buffer.
 BUFFER = "e_score_correction_bias"
-AFFECTED = PARTS | {"embed_tokens": r"\.(embed_tokens|lm_head)\.weight$"}
+AFFECTED = PARTS | {"embed_tokens": r"(embed_tokens|lm_head)\.weight$"}
 
 # A bucket that holds all that two ranks have for each other, and one for a tenth of a rank's rows of `kv_b_proj` (four
 # heads of 2 x 128 rows, 512 wide, in bfloat16).
