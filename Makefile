@@ -20,8 +20,8 @@ help: ## This list
 
 install: $(VENV)/.installed ## Create .venv with the pinned dependencies and this package
 
-demo: $(VENV)/.installed ## Refit a tiny Megatron policy into vLLM three times on this machine
-	$(BIN)/refit-transport run configs/demo.yaml
+demo: $(VENV)/.installed ## Train a tiny MoE with GRPO on this machine, refits between; rl-output/ has logs and a picture
+	$(BIN)/python recipes/run_grpo.py recipes/grpo-tiny-moe-cpu.yaml --set checkpointing.enabled=false --plot rl-output/reward.png
 
 test: check ## Everything that CI runs: the checks, then all tests
 	$(BIN)/python -m pytest
@@ -46,7 +46,7 @@ nightly: check ## All tests, also those that CI leaves out, with many more rando
 	  status=$$?; $(BIN)/python tests/support_matrix.py $(RECORDS) docs/support.md && exit $$status
 
 clean: ## Remove the environment, the caches and the demo's output
-	rm -rf $(VENV) demo-output bench-output build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) demo-output rl-output bench-output build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is the last thing a recipe writes, so a failed installation leaves none and the next `make` goes on with it.

@@ -62,7 +62,7 @@ def _run(algorithm: str, path: Path, overrides: Sequence[str], plot: Path | None
                 log.write(report)
                 done(report)
                 if not as_json:
-                    _show_step(report, console)
+                    _show_step(report, console, kl=config.sections.loss_fn.reference_policy_kl_penalty)
         finally:
             if plot is not None and reports:
                 plot_steps(reports, plot)
@@ -121,8 +121,11 @@ _COLUMNS = ("step", "reward", "length", "KL", "entropy", "|log-prob error|", "ge
 _WIDTHS = (6, 7, 7, 9, 8, 16, 9, 8, 9, 10)
 
 
-def _show_step(report: StepReport, console: Console) -> None:
-    """A row of the step table; its head comes with the first step and every twenty."""
+def _show_step(report: StepReport, console: Console, *, kl: float) -> None:
+    """A row of the step table; its head comes with the first step and every twenty.
+
+    `kl` is the weight of the divergence from the reference policy in the loss; where it is 0 that isn't known.
+    """
     from refit_transport.report import sized
 
     if report.step % 20 == 1 or report.step == 1:
@@ -134,7 +137,7 @@ def _show_step(report: StepReport, console: Console) -> None:
                 str(report.step),
                 f"{found['reward']:.3f}",
                 f"{found['length']:.1f}",
-                f"{found['policy/approx_kl']:.1e}" if "policy/approx_kl" in found else "",
+                f"{found['policy/kl_penalty'] / kl:.1e}" if kl and "policy/kl_penalty" in found else "",
                 f"{found['policy/entropy']:.3f}" if "policy/entropy" in found else "",
                 f"{found['logprob_error']:.1e}",
                 f"{seconds['generate']:.2f} s",

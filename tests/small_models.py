@@ -124,6 +124,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "vision_config": _SIGLIP,
         "tie_word_embeddings": True,
     },
+    "gemma 1": {"architectures": ["GemmaForCausalLM"], **_TEXT},
     "gemma text": {"architectures": ["Gemma3ForCausalLM"], **_TEXT},
     "nemotron dense": {"architectures": ["NemotronHForCausalLM"], **_TEXT, **_MAMBA, "hybrid_override_pattern": "M-M*"},
     "nemotron moe": {

@@ -36,6 +36,7 @@ from refit_transport.cluster.generation import (
 from refit_transport.cluster.overlap import Activity, Interval
 from refit_transport.cluster.sampling import SampleRequest, sample_of, vllm_parameters, vllm_prompt
 from refit_transport.errors import WorkerError
+from refit_transport.fabrics.deadline import Deadline
 from refit_transport.rl.trajectories import Sample
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ _T = TypeVar("_T")
 # Calls end before those who wait for them in the driver give up, so that the cause is told.
 _MARGIN_S = 15.0
 _STOPPING_S = 20.0
+_LOOK_EVERY_S = 1.0
 # vLLM then tells of a response's first token and of its end.
 _FIRST_AND_LAST = 1 << 30
 
@@ -354,13 +356,16 @@ class AsyncGenerationWorker:
         Raises:
             WorkerError: it failed, or gave no answer within `timeout_s`.
         """
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        future, deadline = asyncio.run_coroutine_threadsafe(coroutine, self._loop), Deadline(timeout_s)
         try:
-            return future.result(timeout_s)
-        except concurrent.futures.TimeoutError:
-            future.cancel()
-            reason = f"no answer from the engine within {timeout_s:g} s; raise timeout_s if it is only slow"
-            raise WorkerError("generation", 0, call, reason) from None
+            while not concurrent.futures.wait([future], min(_LOOK_EVERY_S, deadline.remaining())).done:
+                # Not every call of vLLM ends when its engine does.
+                is_dead = call != "start" and self._llm.errored
+                if deadline.passed or is_dead:
+                    future.cancel()
+                    late = f"no answer from the engine within {timeout_s:g} s; raise timeout_s if it is only slow"
+                    raise WorkerError("generation", 0, call, "the engine's processes have ended" if is_dead else late)
+            return future.result()
         except WorkerError:
             raise
         except Exception as error:

@@ -93,13 +93,18 @@ def running_workers(config: RlConfig, *, scratch: Path | None = None) -> Iterato
         )
         policy, place = by_name.pop("policy")
         learning = _learning(config, config.sections.policy.megatron_cfg.optimizer)
+        learning["temperature"] = config.sections.policy.generation.temperature
         building = [policy.build(PolicyWorker, [each | learning for each in policy_arguments(refit, policy, place)])]
         critic, place = by_name.pop(_CRITIC, (None, place))
         if critic is not None:
             building.append(critic.build(CriticWorker, _critic_arguments(config, critic, place)))
         for engine, where in by_name.values():
-            if config.sections.asynchronous.enabled:
-                own = {"config": engine_config(refit), "timeout_s": refit.refit_run.worker_timeout_s}
+            if (ahead := config.sections.asynchronous).enabled:
+                own = {
+                    "config": engine_config(refit),
+                    "kv_cache": "recompute" if ahead.recompute_kv_cache_after_weight_updates else "keep",
+                    "timeout_s": refit.refit_run.worker_timeout_s,
+                }
                 building.append(engine.build(AsyncGenerationWorker, [{**own, "node": n} for n in engine.nodes()]))
             else:
                 building.append(engine.build(GenerationWorker, engine_arguments(refit, engine, where)))

@@ -56,7 +56,8 @@ class Asynchronous(Section):
     max_trajectory_age_steps: Count = 1
     # Pauses generation for a refit and resumes it mid-sequence, instead of waiting until all sequences are done.
     in_flight_weight_updates: bool = False
-    recompute_kv_cache_after_weight_updates: Annotated[bool, only(False, "recomputing the KV cache is")] = False
+    # What an interrupted sequence has cached: computed anew with the new weights, or kept as the old ones made it.
+    recompute_kv_cache_after_weight_updates: bool = False
     max_generation_failures: Annotated[int, only(0, "dropping failed generations is")] = 0
     warmup_generation_lead_steps: Annotated[int | None, only(None, "a lead of its own for the warm-up is")] = None
     drop_incomplete_targets_on_restore: Annotated[bool, only(False, "dropping restored samples is")] = False

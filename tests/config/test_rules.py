@@ -240,7 +240,7 @@ INDEPENDENT = [
     (f"{G}.refit_cfg.gather_broadcast.bucket_bytes", "17MiB"),
     ("cluster.master_port_range_low", 5000),
     ("refit_run.refits", 0),
-    ("grpos", {}),
+    ("loggers", {}),
 ]
 
 

@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from refit_transport.config import rules_limits
 from refit_transport.config.document import read_document
 from refit_transport.config.rl import RlConfig, load_rl_config
-from refit_transport.errors import ConfigError
 from refit_transport.layout.presets.sizes import serving_sizes, training_sizes
 from refit_transport.preview import preset_job
 from refit_transport.simulation.case import FFN_GROUPS, Ask, Case, machine
@@ -118,30 +116,18 @@ PLANNED = [pytest.param(name, marks=[pytest.mark.nightly] * (name == "grpo-deeps
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_real_recipes_are_valid(name: str, real: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    if "nemotron" in name:
-        with pytest.raises(ConfigError) as caught:
-            real(name)
-        (only,) = caught.value.violations
-        assert (only.path, "training is not available yet" in only.reason) == ("policy.model_name", True)
-        let_nemotron_train(monkeypatch)
+def test_real_recipes_are_valid(name: str, real: Any) -> None:
     config = real(name)
     if (row := REAL[name]) is not None:
         assert_layout_is(config, next(each.ask for each in published_rows() if each.id == row))
 
 
 @pytest.mark.parametrize("name", PLANNED)
-def test_real_recipes_are_planned_and_simulated(name: str, real: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    let_nemotron_train(monkeypatch)
+def test_real_recipes_are_planned_and_simulated(name: str, real: Any) -> None:
     case = case_of(real(name), system=SYSTEMS[name.rpartition("-")[2]])
     least = lower_bound(case)
     prediction = predict("full", case, least=least)
     assert least <= prediction.seconds <= 1.6 * least
-
-
-def let_nemotron_train(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planning knows the architecture; that training doesn't yet is the only thing wrong with its recipes."""
-    monkeypatch.setattr(rules_limits, "TRAINED", (*rules_limits.TRAINED, "NemotronHForCausalLM"))
 
 
 def case_of(config: RlConfig, *, system: str) -> Case:

@@ -284,7 +284,7 @@ def test_what_is_stored_in_another_form_is_received_beside_it_and_compared():
         [found] = target.derived()
         assert (found.name, found.served.data_ptr()) == ("w", stored.data_ptr())
         assert torch.equal(found.served, found.recomputed)
-        values = values + 1
+        values = values * 3
     stored[0] += 1
     [found] = target.derived()
     assert not torch.equal(found.served, found.recomputed)

@@ -43,7 +43,7 @@ STOCK = (
 STOCK_ALONE = (*STOCK, *("qwen3 tied", "qwen3 moe", "deepseek v2"), *(kind for kind in ONE_RANK if kind not in STOCK))
 SPREAD = ("deepseek/spread", "qwen3 moe of 7 experts/spread")
 STAGES = ("llama of 5 layers/stages", "qwen3 tied/stages", "deepseek/stages", "nemotron dense/stages")
-WITHOUT_PRESET = ("deepseek v2", "gemma 1", "gemma 2")
+WITHOUT_PRESET = ("deepseek v2", "gemma 2")
 
 
 def _refits(folder, kinds, *, world_size, plain="1", **environment):

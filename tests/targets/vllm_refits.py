@@ -59,7 +59,6 @@ MORE: dict[str, dict[str, Any]] = {
         "topk_group": 1,
     },
     "gemma of one kv head": SMALL["gemma text"] | {"num_key_value_heads": 1, "vocab_size": 1003},
-    "gemma 1": SMALL["gemma text"] | {"architectures": ["GemmaForCausalLM"]},
     "gemma 2": SMALL["gemma text"] | {"architectures": ["Gemma2ForCausalLM"]},
 }
 KINDS = SMALL | MORE
