@@ -226,7 +226,7 @@ def engine_options(config: EngineConfig) -> dict[str, Any]:
     if config.max_model_len is not None:
         options["max_model_len"] = config.max_model_len
     if not _has_cuda():
-        # Where a step ends inside a prompt, vLLM 0.32 takes a seeded draw back in a way that only GPUs' generators know.
+        # Where a step ends inside a prompt, vLLM 0.32 takes a seeded draw back as only GPUs' generators can.
         options["enable_chunked_prefill"] = False
     return options | {
         "model": config.model,
