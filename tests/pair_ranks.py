@@ -95,7 +95,7 @@ def train(
         sent = Sent(
             worker.source().manifest(rank),
             worker.logprobs(prompts) if prompts else [],
-            tuple(summary.unused),
+            tuple(name for names in summary.skipped.values() for name in names),
             [route.tensor for route in session.plan.routes if route.transport != "nccl_reshard"],
             summary.shard_to_shard,
             len(session.compare().first),

@@ -165,11 +165,11 @@ def test_ranks_hold_what_their_parallelism_says(parallel):
     first, second = ([rank[case]["boxes"] for case in PARALLEL] for rank in parallel)
     replicated, sharded, experts = 0, 1, 2
     for kv in ("self_attn.k_proj.weight", "self_attn.v_proj.weight"):
-        assert first[replicated][kv] == second[replicated][kv] == ["[0:32, 0:128]"]
-        assert (first[sharded][kv], second[sharded][kv]) == (["[0:32, 0:128]"], ["[32:64, 0:128]"])
+        assert first[replicated][kv] == second[replicated][kv] == ["[0:32, 0:64]"]
+        assert (first[sharded][kv], second[sharded][kv]) == (["[0:32, 0:64]"], ["[32:64, 0:64]"])
     # 250 rows padded to 256: the padded rows are no elements.
-    assert first[replicated]["lm_head.weight"] == ["[0:128, 0:128]"]
-    assert second[replicated]["lm_head.weight"] == ["[128:250, 0:128]"]
+    assert first[replicated]["lm_head.weight"] == ["[0:128, 0:64]"]
+    assert second[replicated]["lm_head.weight"] == ["[128:250, 0:64]"]
     down = "mlp.experts.down_proj.weight"
-    assert first[sharded][down] == ["[0:8, 0:128, 0:32]"]
-    assert second[experts][down] == ["[4:8, 0:128, 0:64]"]
+    assert first[sharded][down] == ["[0:8, 0:64, 0:32]"]
+    assert second[experts][down] == ["[4:8, 0:64, 0:64]"]

@@ -18,7 +18,8 @@ from typing import Any
 
 from safetensors.torch import load_file
 from vllm_cases import Case, Engine
-from vllm_refits import State, by_rows, kept, prepare, same, write_checkpoint
+from vllm_models import State, differing, kept
+from vllm_refits import by_rows, prepare, write_checkpoint
 
 from refit_transport.integrations.vllm_plugin import register
 from refit_transport.sources.dtensor import StateDictSource
@@ -64,12 +65,12 @@ def run(kind: str, folder: Path, port: int) -> dict[str, Any]:
     found: dict[str, Any] = {"differ": wanted["a"] != wanted["b"], "private": dict(target.private_layers())}
     found["skipped"] = dict(session.plan.summary().skipped)
     found["tensors of the drafter that differ"] = sum(
-        name.startswith("drafter.") for name in same(fresh_tensors["a"], fresh_tensors["b"])
+        name.startswith("drafter.") for name in differing(fresh_tensors["a"], fresh_tensors["b"])
     )
     for version, name in enumerate("bab"):
         held["state"] = states[name]
         session.run(version)
-        found[f"{version}: differs from a fresh {name}"] = same(tensors(engine), fresh_tensors[name])
+        found[f"{version}: differs from a fresh {name}"] = differing(tensors(engine), fresh_tensors[name])
         found[f"{version}: says what a fresh {name} says"] = engine.outputs() == wanted[name]
     found["shard to shard"] = session.plan.summary().shard_to_shard
     session.close()
