@@ -103,8 +103,14 @@ def _bytes_problem(layer: Layer, writes: Iterable[Write], zeroed: Iterable[Regio
 
 def same_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Equality of bits, so that NaNs are equal to themselves and -0 differs from 0."""
-    one, other = (each.reshape(-1).contiguous().view(torch.uint8) for each in (first, second))
+    one, other = _bits(first), _bits(second)
     return torch.equal(one, other)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.reshape(-1)
+    # `contiguous` isn't enough: a single element may have a stride of 0 and counts as contiguous.
+    return (flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)).view(torch.uint8)
 
 
 def _unproven_problem(layer: Layer, written: Collection[str], checkpoint: ReadPart | None) -> str | None:

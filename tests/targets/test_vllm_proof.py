@@ -13,4 +13,8 @@ def test_bits_are_compared_whatever_the_strides():
     row = torch.tensor([-0.0], dtype=torch.bfloat16)
     assert proof.same_bytes(row.expand(4), row.repeat(4))
     assert not proof.same_bytes(row.expand(4), row.repeat(4).abs())
+    single = torch.as_strided(row, (1,), (0,))
+    assert proof.same_bytes(single, row)
+    assert not proof.same_bytes(single, row.abs())
+    assert proof.same_bytes(row[:0], row[:0])
     assert proof.same_bytes(torch.full((2,), torch.nan), torch.full((2, 2), torch.nan)[:, 0])
