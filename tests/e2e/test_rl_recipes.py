@@ -13,7 +13,7 @@ import pytest
 
 pytestmark = pytest.mark.e2e
 ROOT = Path(__file__).parents[2]
-# A rank of a step that a refit's bytes don't reach computes something else by far more.
+# Nats on the mean of a step. Every wrong refit below is above the first by far.
 FP32, BF16 = 1e-5, 1e-2
 
 
@@ -122,9 +122,6 @@ def test_a_resumed_run_is_the_uninterrupted_one_with_larger_versions(tmp_path):
         assert [step[name] for step in resumed.steps] == [step[name] for step in whole.steps]
     versions = [step["version"] for step in resumed.steps]
     assert versions == sorted(set(versions))
-    finished = Run(parts, recipe, "grpo.max_num_steps=4", "checkpointing.save_period=2")
-    assert finished.code == 0
-    assert "nothing to do" in finished.out
 
 
 WRONG = ("refit_run.on_logprob_error=warn", "policy.generation.refit_cfg.gather_broadcast.verify='off'")
@@ -132,7 +129,7 @@ WRONG = ("refit_run.on_logprob_error=warn", "policy.generation.refit_cfg.gather_
 
 def test_a_job_without_refits_says_so_loudly_and_fails(tmp_path):
     transport = "policy.generation.refit_transport=faulty_transports:Idle"
-    run = Run(tmp_path, "grpo-tiny-dense-cpu.yaml", transport, "grpo.max_num_steps=20", *WRONG)
+    run = Run(tmp_path, "grpo-tiny-dense-cpu.yaml", transport, "grpo.max_num_steps=10", *WRONG)
     assert run.code == 1
     assert run.last() <= 0.10
     assert run.largest_error() > 0.1
@@ -141,21 +138,29 @@ def test_a_job_without_refits_says_so_loudly_and_fails(tmp_path):
     assert "logprob_error_limit" in run.err
 
 
-@pytest.mark.parametrize("fault", ["WithoutExperts", "SwappedExpert"])
-def test_a_refit_that_gets_experts_wrong_is_found_though_the_reward_rises(tmp_path, fault):
-    transport = f"policy.generation.refit_transport=faulty_transports:{fault}"
+def test_a_refit_that_gets_an_expert_wrong_is_found_though_the_reward_rises(tmp_path):
+    transport = "policy.generation.refit_transport=faulty_transports:SwappedExpert"
     run = Run(tmp_path, "grpo-tiny-moe-cpu.yaml", transport, "grpo.max_num_steps=12", *WRONG)
     assert run.code == 1
+    assert len(run.steps) == 12
     assert run.largest_error() >= 1e-3
     assert "logprob_error_limit" in run.err
 
 
-def test_a_wrong_refit_ends_the_job_at_once_by_default(tmp_path):
+def test_a_refit_that_skips_the_experts_ends_the_job_at_once(tmp_path):
     transport = "policy.generation.refit_transport=faulty_transports:WithoutExperts"
     run = Run(tmp_path, "grpo-tiny-moe-cpu.yaml", transport, *WRONG[1:])
     assert run.code == 1
     assert len(run.steps) < 20
     assert "logprob_error_limit" in run.err
+
+
+@pytest.mark.nightly
+def test_skipped_experts_show_in_the_error(tmp_path):
+    transport = "policy.generation.refit_transport=faulty_transports:WithoutExperts"
+    run = Run(tmp_path, "grpo-tiny-moe-cpu.yaml", transport, *WRONG)
+    assert run.code == 1
+    assert run.largest_error() >= 1e-3
 
 
 def make(folder):
