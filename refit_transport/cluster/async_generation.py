@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import multiprocessing
 import os
 import pickle
 import threading
@@ -343,6 +344,8 @@ class AsyncGenerationWorker:
         finally:
             self._llm.shutdown(timeout=_STOPPING_S)
             self._stop_loop()
+            # Joins those of its processes that have ended.
+            multiprocessing.active_children()
 
     def _stop_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -47,6 +47,8 @@ class RefitSynchronizer:
         """
         host, port = self._policy.address(self._ports, host=self._host)
         world_size = self._policy.count + sum(self._engine_ranks)
+        if not self._ports.low:
+            port = 0  # whoever listens finds a free one itself, and nobody else can take it in between
         opened = self._policy.start_one(
             0, "open_refit", host=host, port=port, world_size=world_size, timeout_s=self._settings.timeout_s
         )

@@ -65,10 +65,17 @@ class _Vote:
         """The key that tells a rank that all agree. Each has its own, to be set by whoever gives up waiting for it."""
         return f"{self.topic}/agreed/{rank}"
 
+    def cast_by(self, rank: int) -> str:
+        """The key of a rank's value."""
+        return f"{self.topic}/{rank}"
+
+    def report_of(self, rank: int) -> str:
+        """The key of a rank's report."""
+        return f"{self.topic}/report/{rank}"
+
     def own_keys(self) -> Iterator[str]:
         """The keys that this rank removes when nobody needs them any more."""
-        yield f"{self.topic}/{self.rank}"
-        yield self.told(self.rank)
+        yield from (self.cast_by(self.rank), self.report_of(self.rank), self.told(self.rank))
         if self.rank == 0:
             yield self.count
 
@@ -80,22 +87,24 @@ class _Vote:
         Raises:
             AgreementError: the values differ; only where this rank was the one to compare.
         """
-        store.set(f"{self.topic}/{self.rank}", encode([self.value, self.report]))  # type: ignore[arg-type]  # text only
+        keys = [self.cast_by(self.rank), self.report_of(self.rank)]
+        store.multi_set(keys, [encode(self.value), encode(self.report)])  # type: ignore[attr-defined]  # the stub lacks it
         if store.add(self.count, 1) == self.world_size:
             self._compare(store)
         else:
             store.wait([self.told(self.rank)], longest)
-        return decode(store.get(self.told(0))) if self.rank == 0 else []
+        if self.rank != 0 or not store.get(self.told(0)):  # empty: this rank gave up waiting
+            return []
+        return [decode(found) for found in store.multi_get([self.report_of(rank) for rank in range(self.world_size)])]
 
     def _compare(self, store: Store) -> None:
+        """All others wait for this: nothing is decoded that is the same everywhere."""
         everyone = range(self.world_size)
-        found = [decode(value) for value in store.multi_get([f"{self.topic}/{rank}" for rank in everyone])]
-        groups = _groups([value for value, _ in found])
-        if len(groups) > 1:
-            store.set(self.verdict, encode(groups))  # type: ignore[arg-type]
+        found = store.multi_get([self.cast_by(rank) for rank in everyone])
+        if len(set(found)) > 1 and len(groups := _groups([decode(value) for value in found])) > 1:
+            store.set(self.verdict, encode(groups))  # type: ignore[arg-type]  # the stub knows text only
             raise _disagreement(self.what, groups)
-        answers = [encode([report for _, report in found]), *["yes"] * (self.world_size - 1)]
-        store.multi_set([self.told(rank) for rank in everyone], answers)  # type: ignore[attr-defined]
+        store.multi_set([self.told(rank) for rank in everyone], ["yes"] * self.world_size)  # type: ignore[attr-defined]
 
 
 class ControlChannel:
@@ -235,7 +244,7 @@ class ControlChannel:
                 look()
         except RefitTransportError:
             # Ends the wait, which would else outlive the refit.
-            self._calls.post(self._store.set, vote.told(self.rank), encode([]))
+            self._calls.post(self._store.set, vote.told(self.rank), "")
             raise
         except RuntimeError as error:
             raise self._gone(vote.topic, error) from error
