@@ -25,6 +25,7 @@ _ARCHITECTURES = {
     "qwen3_next": "Qwen3-Next",
     "nemotron": "Nemotron-H",
     "nemotron_moe": "Nemotron-H with experts",
+    "gemma": "Gemma 1",
 }
 # By the kinds of `targets/vllm_refits.py`.
 _VLLM_KINDS = {
@@ -93,12 +94,17 @@ def serving_layout(cut: EngineParallelism) -> str:
     return " ".join(sizes) + (f", {cut.data} engines" if cut.data > 1 else "")
 
 
+def _named(kind: str, *, drafts: bool) -> str:
+    name = _VLLM_KINDS[kind]
+    return name.replace("with a drafter that isn't loaded", "with its drafter") if drafts else name
+
+
 def vllm_rows(kinds: Iterable[str], *, ranks: int, plain: str = "1") -> list[pytest.MarkDecorator]:
     """A row for each kind, filled from a state dict on the ranks that serve it."""
     layouts = {"": f"TP{ranks}", "spread": f"TP{ranks} EP", "stages": f"PP{ranks}", "drafts": f"TP{ranks}, drafting"}
     kernels = ", stock kernels" if plain == "0" else ""
     source = f"state dict, rows over {ranks} ranks" if ranks > 1 else "state dict"
     return [
-        supports(architecture=_VLLM_KINDS[name], source=source, target=layouts[spread] + kernels)
+        supports(architecture=_named(name, drafts=spread == "drafts"), source=source, target=layouts[spread] + kernels)
         for name, _, spread in (kind.partition("/") for kind in kinds)
     ]

@@ -95,15 +95,16 @@ def test_a_record_whose_test_is_gone_is_refused(recorded):
     "family",
     [
         *("Llama", "Qwen2", "Qwen3", "Qwen3-MoE", "Mixtral", "DeepSeek-V2", "DeepSeek-V3", "GLM-4.5", "gpt-oss"),
-        *("Nemotron-H", "Nemotron-H with experts", "Qwen3-Next"),
+        *("Nemotron-H", "Nemotron-H with experts", "Qwen3-Next", "Gemma 1"),
     ],
 )
 def test_each_architecture_was_moved_between_four_pairs_of_layouts(family):
     rows = [
         row
         for row in support_matrix.read_records(ROOT / "tests/results/support")
-        if row["architecture"].partition(",")[0] == family and (row["level"], row["result"]) == ("moved", "passed")
+        if row["architecture"].partition(",")[0] == family and row["level"] == "moved"
     ]
+    assert {row["result"] for row in rows} == {"passed"}
     assert len({(row["source"], row["target"]) for row in rows}) >= 4
     assert any(not row["nightly"] for row in rows)
 
