@@ -83,7 +83,7 @@ class TestPolicy(PolicyWorker):
 
     def swap_pieces(self, tensor: str, other: str, expert: int, other_expert: int) -> None:
         """Exchanges an expert's part of one stacked tensor with an expert's part of the same or another one."""
-        views = [self._pieces(tensor, expert), self._pieces(other, other_expert)]
+        views = [self._views_of(tensor, expert), self._views_of(other, other_expert)]
         with torch.no_grad():
             for here, there in zip(*views, strict=True):
                 kept = here.clone()
@@ -92,10 +92,10 @@ class TestPolicy(PolicyWorker):
 
     def scale_pieces(self, tensor: str, factor: float) -> None:
         with torch.no_grad():
-            for view in self._pieces(tensor, None):
+            for view in self._views_of(tensor, None):
                 view.mul_(factor)
 
-    def _pieces(self, tensor: str, expert: int | None) -> list[torch.Tensor]:
+    def _views_of(self, tensor: str, expert: int | None) -> list[torch.Tensor]:
         binding = Binding.of(self.source().manifest(self.rank), self.source().buffers())
         return [
             binding.view(index)
