@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import secrets
 import socket
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port to listen on later: below those that the system gives to sockets, one of which might take it first."""
+    while True:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", 20_000 + secrets.randbelow(12_000)))
+            return int(probe.getsockname()[1])
 
 
 @dataclass(frozen=True)

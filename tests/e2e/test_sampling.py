@@ -46,7 +46,7 @@ def requests(*, prompts=4, samples=3, prefix=(), temperature=1.0, stop=STOP, max
 @pytest.fixture(scope="module")
 def job(groups, tmp_path_factory):
     """An engine of two ranks and one of a single rank, which serve version 1."""
-    case = Case("dense", Cut(tensor=2), engines=2, max_model_len=256, model={"num_hidden_layers": 2})
+    case = Case("dense", Cut(tensor=2), engines=2, max_model_len=256, model={"max_position_embeddings": 256})
     folder = save_tiny_model(tmp_path_factory.mktemp("model"), kind="dense", seed=3, **dict(case.model))
     running = RunningCase(case, Path(folder), groups["policy"], [groups["engine-tp2"], groups["engine-a"]])
     running.start()

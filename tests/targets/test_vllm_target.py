@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from preset_checks import contents
+from rank_pool import free_port
 from rank_scripts import VLLM
 
 from refit_transport.layout.manifest import Manifest, TensorSpec
@@ -63,9 +63,7 @@ def alone(tmp_path_factory):
 @pytest.fixture(scope="module")
 def parallel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("parallel")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     processes = {}
     for rank in range(2):
         launched = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
