@@ -53,9 +53,9 @@ def seeds(*values):
     return [values[0], *(pytest.param(value, marks=pytest.mark.nightly) for value in values[1:])]
 
 
-def learned(run, *, bar, error):
+def learned(run, *, bar, error, steps=60):
     assert run.code == 0, run.err
-    assert len(run.steps) == 60
+    assert len(run.steps) == steps
     assert run.last() >= bar
     assert run.largest_error() <= error
     return run
@@ -64,7 +64,9 @@ def learned(run, *, bar, error):
 @pytest.mark.parametrize("seed", seeds(42, 1, 2))
 @pytest.mark.parametrize("kind", ["dense", "moe"])
 def test_grpo_learns_in_fp32(tmp_path, kind, seed):
-    run = learned(Run(tmp_path, f"grpo-tiny-{kind}-cpu.yaml", f"grpo.seed={seed}"), bar=0.90, error=FP32)
+    steps = 40  # of the recipe's 60: enough, and CI has other things to do
+    run = Run(tmp_path, f"grpo-tiny-{kind}-cpu.yaml", f"grpo.seed={seed}", f"grpo.max_num_steps={steps}")
+    learned(run, bar=0.90, error=FP32, steps=steps)
     assert run.first() <= 0.12
     assert run.refit_share() <= 0.10
     assert "reward of the last 5 steps" in run.out
