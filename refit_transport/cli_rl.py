@@ -41,14 +41,14 @@ def _run(algorithm: str, path: Path, overrides: Sequence[str], plot: Path | None
     from rich.console import Console
 
     from refit_transport.cluster.rl_job import run_steps
-    from refit_transport.cluster.rl_loop import apart
     from refit_transport.config.rl import load_rl_config
-    from refit_transport.rl_log import StepLog, imported, plot_steps
+    from refit_transport.optional import optional_module
+    from refit_transport.rl_log import StepLog, plot_steps
 
     config = load_rl_config(path, resolve_transport=usable_transport, overrides=overrides)
     _require(config, algorithm, path)
     if plot is not None:
-        imported("matplotlib", "--plot")
+        optional_module("matplotlib", needed_for="--plot", extra="rl")
     console = Console(stderr=as_json, markup=False, highlight=False)
     reports: list[StepReport] = []
     steps = config.sections.rollouts.max_num_steps
@@ -73,11 +73,8 @@ def _run(algorithm: str, path: Path, overrides: Sequence[str], plot: Path | None
     else:
         where = config.sections.checkpointing.checkpoint_dir
         console.print(f"There is nothing to do: the checkpoints in {where} have all {steps} steps behind them.")
-    wrong = [report for report in reports if report.is_apart and report.limit is not None]
-    if wrong:
-        worst = max(wrong, key=lambda report: report.learned.logprob_error.mean)
-        assert worst.limit is not None
-        raise apart(worst.version - 1, worst.learned.logprob_error.mean, worst.limit)
+    if wrong := [error for report in reports if (error := report.apart())]:
+        raise max(wrong, key=lambda error: error.difference)
 
 
 def _require(config: RlConfig, algorithm: str, path: Path) -> None:
@@ -148,10 +145,10 @@ def _show_step(report: StepReport, console: Console, *, kl: float) -> None:
         ),
         soft_wrap=True,
     )
-    if report.is_apart and report.limit is not None:
+    if error := report.apart():
         console.print(
-            f"WARNING: step {report.step}: trainer and samplers differ by {found['logprob_error']:.1e} nats on average "
-            f"(allowed: {report.limit.limit:.0e}). The samplers do not have the trainer's weights.",
+            f"WARNING: step {report.step}: trainer and samplers differ by {error.difference:.1e} nats on average "
+            f"(allowed: {error.tolerance:.0e}). The samplers do not have the trainer's weights.",
             style="bold red",
             soft_wrap=True,
         )

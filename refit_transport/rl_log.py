@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from refit_transport.errors import ConfigError, MissingDependencyError, Violation
+from refit_transport.errors import ConfigError, Violation
+from refit_transport.optional import optional_module
 
 if TYPE_CHECKING:
     from refit_transport.cluster.rl_loop import StepReport
@@ -31,7 +31,9 @@ class StepLog:
         """
         self._board: Any = None
         if tensorboard:
-            self._board = imported("tensorboardX", "logger.tensorboard_enabled").SummaryWriter(str(folder))
+            self._board = optional_module(
+                "tensorboardX", needed_for="logger.tensorboard_enabled", extra="rl"
+            ).SummaryWriter(str(folder))
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._lines = (folder / "steps.jsonl").open("a", encoding="utf-8", buffering=1)
@@ -63,7 +65,9 @@ def plot_steps(reports: Sequence[StepReport], path: Path) -> None:
     Raises:
         MissingDependencyError: matplotlib isn't installed.
     """
-    figure = imported("matplotlib.figure", "--plot").Figure(figsize=(9.0, 7.5), layout="constrained")
+    figure = optional_module("matplotlib.figure", needed_for="--plot", extra="rl").Figure(
+        figsize=(9.0, 7.5), layout="constrained"
+    )
     panels = figure.subplots(3, 1, sharex=True)
     steps = [report.step for report in reports]
     curves = (
@@ -82,15 +86,3 @@ def plot_steps(reports: Sequence[StepReport], path: Path) -> None:
     panels[-1].set_xlabel("step")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
-
-
-def imported(module: str, wanted_by: str) -> Any:
-    """An optional dependency, imported when it is needed.
-
-    Raises:
-        MissingDependencyError: it isn't installed.
-    """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise MissingDependencyError(module.partition(".")[0], wanted_by, "rl") from error

@@ -27,6 +27,8 @@ OPTIMIZER = {
     "adam_betas": training_oracle.BETAS,
     "adam_eps": training_oracle.EPS,
     "max_grad_norm": training_oracle.CLIP,
+    # Another one than where it learns.
+    "score_batch_size": 3,
 }
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Any
 
 from refit_transport.bench.results import CaseResult, LabResult
-from refit_transport.errors import MissingDependencyError
+from refit_transport.optional import optional_module
 
+_PLOT = "the plot of a benchmark"
 _OURS, _OTHERS, _BOUND = "#2a6fbb", "#b8bfc9", "#c0392b"
 _BAR_INCHES, _HEAD_INCHES, _WIDTH_INCHES = 0.32, 0.75, 9.0
 
@@ -19,7 +19,7 @@ def plot_lab(result: LabResult, path: Path) -> None:
     Raises:
         MissingDependencyError: matplotlib isn't installed.
     """
-    figure_class = _matplotlib("matplotlib.figure").Figure
+    figure_class = optional_module("matplotlib.figure", needed_for=_PLOT, extra="bench").Figure
     cases = [case for case in result.cases if case.variants]
     if not cases:
         return
@@ -37,7 +37,7 @@ def check_plotting() -> None:
     Raises:
         MissingDependencyError: matplotlib isn't installed.
     """
-    _matplotlib("matplotlib")
+    optional_module("matplotlib", needed_for=_PLOT, extra="bench")
 
 
 def _draw(panel: Any, case: CaseResult) -> None:
@@ -60,10 +60,3 @@ def _draw(panel: Any, case: CaseResult) -> None:
     panel.set_title(f"{case.title} ({case.nbytes / 1e6:.0f} MB)", loc="left", fontsize="medium")
     panel.set_xlabel("ms", fontsize="small")
     panel.spines[["top", "right"]].set_visible(False)
-
-
-def _matplotlib(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise MissingDependencyError("matplotlib", "the plot of a benchmark", "bench") from error

@@ -13,15 +13,20 @@ from typing import Any, NamedTuple
 
 import ray
 
+from refit_transport.cluster.checkpoint import CheckpointReader
 from refit_transport.cluster.generation import EngineConfig, GenerationWorker
 from refit_transport.cluster.network import LOOPBACK, PortRange
 from refit_transport.cluster.policy import PolicyWorker
 from refit_transport.cluster.scratch import scratch_folder
 from refit_transport.cluster.synchronizer import RefitSynchronizer
+from refit_transport.cluster.tiny_model import tiny_model
 from refit_transport.cluster.workers import WorkerGroup, collect
 from refit_transport.config.schema import RefitConfig
 from refit_transport.config.settings import RefitSettings
 from refit_transport.errors import WorkerError
+
+# Called with what comes next, in a few words.
+Announce = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,25 @@ def ray_cluster(*, address: str | None, cpus: int | None = None) -> Iterator[Pat
             _ray("local", include_dashboard=False, num_cpus=cpus, _temp_dir=str(folder)),
         ):
             yield folder
+
+
+@contextlib.contextmanager
+def model_and_cluster(config: RefitConfig, *, address: str | None, announce: Announce) -> Iterator[Path | None]:
+    """The checkpoint that workers will load, made first where the configuration says so, and then `ray_cluster`.
+
+    Raises:
+        ConfigError: the checkpoint can't be read, or the tiny model can't be written; nothing has started.
+        WorkerError: as `ray_cluster`.
+    """
+    folder, wanted = Path(config.policy.model_name), config.refit_run.tiny_model
+    with contextlib.ExitStack() as stack:
+        if wanted is not None:
+            announce("making a tiny model, unless it is there")
+            stack.enter_context(tiny_model(folder, wanted))
+        # Workers would find it too, but only after half a minute, and one after the other.
+        CheckpointReader(folder).check()
+        announce("starting Ray")
+        yield stack.enter_context(ray_cluster(address=address))
 
 
 @contextlib.contextmanager
@@ -254,6 +278,12 @@ def _rank_resources(ranks: int) -> dict[str, float]:
 
 def policy_arguments(config: RefitConfig, group: WorkerGroup, place: Place) -> list[dict[str, Any]]:
     """For each rank's `PolicyWorker`; rank 0 listens at `place`."""
+    arguments = training_arguments(config, group, place)
+    return [{**own, "node": node} for own, node in zip(arguments, group.nodes(), strict=True)]
+
+
+def training_arguments(config: RefitConfig, group: WorkerGroup, place: Place) -> list[dict[str, Any]]:
+    """For each rank's `TrainingWorker` of the policy's cut; rank 0 listens at `place`."""
     megatron = config.policy.megatron_cfg
     common = {
         "world_size": group.count,
@@ -265,7 +295,7 @@ def policy_arguments(config: RefitConfig, group: WorkerGroup, place: Place) -> l
         "make_vocab_size_divisible_by": megatron.make_vocab_size_divisible_by,
         "timeout_s": config.settings.timeout_s,
     }
-    return [{"rank": rank, "node": node, **common} for rank, node in enumerate(group.nodes())]
+    return [{"rank": rank, **common} for rank in range(group.count)]
 
 
 def engine_arguments(config: RefitConfig, group: WorkerGroup, place: Place) -> list[dict[str, Any]]:

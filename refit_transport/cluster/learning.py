@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,13 +12,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from refit_transport.cluster.critic import CriticUpdate
+from refit_transport.cluster.job import Announce
 from refit_transport.cluster.rl_training import PolicyUpdate
 from refit_transport.cluster.workers import Pending, WorkerGroup, collect
 from refit_transport.rl.advantages import GaeSettings, GroupSettings, with_gae, with_group_advantages
 from refit_transport.rl.settings import PolicyLossSettings, ValueLossSettings
 from refit_transport.rl.trajectories import Rollout, TrainBatch, prompt_groups, split_evenly
-
-Announce = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,20 +41,32 @@ class LogprobError:
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """What one step taught, and how long it took: `score_s` for log-probabilities and values, `train_s` for updates."""
+    """What one step taught."""
 
     policy: tuple[PolicyUpdate, ...]
     critic: tuple[CriticUpdate, ...]
     logprob_error: LogprobError
-    score_s: float
-    train_s: float
+
+
+class Clock:
+    """Seconds of a step by phase: `generate`, `score`, `train`, `wait`, `refit`, `save`."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(("generate", "score", "train", "wait", "refit", "save"), 0.0)
+
+    @contextmanager
+    def timing(self, phase: str) -> Iterator[None]:
+        """Adds the block's wall time to a phase."""
+        began = time.perf_counter()
+        yield
+        self.seconds[phase] += time.perf_counter() - began
 
 
 class Learner(Protocol):
     """Owns the training groups of a job."""
 
-    def learn(self, rollout: Rollout, *, step: int, announce: Announce) -> Learned:
-        """Updates the weights with a step's samples; `step` is its number.
+    def learn(self, rollout: Rollout, *, step: int, announce: Announce, clock: Clock) -> Learned:
+        """Updates the weights with a step's samples; `step` is its number. Adds to the phases `score` and `train`.
 
         Raises:
             WorkerError: a training worker failed.
@@ -68,18 +79,63 @@ class Learner(Protocol):
         """Goes on from what `save` wrote."""
 
 
-class _Clock:
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {"score": 0.0, "train": 0.0}
+class _Training:
+    """The groups that train, as a driver calls them: on all ranks at once, the answer from rank 0."""
 
-    @contextmanager
-    def timing(self, phase: str) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        self.seconds[phase] += time.perf_counter() - began
+    def __init__(self, policy: WorkerGroup, critic: WorkerGroup | None, *, timeout_s: float) -> None:
+        self._policy, self._critic, self._timeout_s = policy, critic, timeout_s
+
+    def _freeze_reference(self) -> None:
+        self._collect([self._policy.start("freeze_reference")])
+
+    def _scored(self, rollout: Rollout, announce: Announce, *, with_reference: bool) -> TrainBatch:
+        """The samples as a batch, with the policy's log-probabilities, the reference's and the critic's values."""
+        batch = TrainBatch.from_samples(rollout.samples)
+        announce("scoring")
+        calls = [self._policy.start("logprobs_of", batch)]
+        if self._critic is not None:
+            calls.append(self._critic.start("values_of", batch))
+        found: list[Any] = self._collect(calls)
+        batch = replace(batch, prev_logprobs=found[0], values=found[1] if self._critic is not None else None)
+        if with_reference:
+            [reference] = self._collect([self._policy.start("reference_logprobs_of", batch)])
+            batch = replace(batch, reference_logprobs=reference)
+        return batch
+
+    def _update(self, batch: TrainBatch, loss: PolicyLossSettings) -> PolicyUpdate:
+        [update] = self._collect([self._policy.start("rl_step", batch, loss)])
+        assert isinstance(update, PolicyUpdate)
+        return update
+
+    def _update_both(
+        self, batch: TrainBatch, loss: PolicyLossSettings | None, value_loss: ValueLossSettings
+    ) -> tuple[PolicyUpdate | None, CriticUpdate]:
+        """Both at once, on their own ranks; without `loss` the critic alone."""
+        assert self._critic is not None
+        calls = [self._critic.start("rl_step", batch, value_loss)]
+        if loss is not None:
+            calls.append(self._policy.start("rl_step", batch, loss))
+        found: list[Any] = self._collect(calls)
+        return (found[1] if loss is not None else None), found[0]
+
+    def save(self, folder: Path) -> None:
+        """See `Learner.save`."""
+        self._collect([group.start("save", str(folder / name)) for name, group in self._named])
+
+    def restore(self, folder: Path) -> None:
+        """See `Learner.restore`."""
+        self._collect([group.start("restore", str(folder / name)) for name, group in self._named])
+
+    @property
+    def _named(self) -> Sequence[tuple[str, WorkerGroup]]:
+        critic = [("critic", self._critic)] if self._critic is not None else []
+        return [("policy", self._policy), *critic]
+
+    def _collect(self, calls: Sequence[Pending]) -> list[Any]:
+        return [by_rank[0] for by_rank in collect(calls, timeout_s=self._timeout_s)]
 
 
-class GrpoLearner:
+class GrpoLearner(_Training):
     """Group-relative advantages. A step is cut into updates of `rows_per_update` samples, in the order of the prompts.
 
     The reference policy is the one that this is made with; a resumed job makes this before `restore`.
@@ -94,29 +150,20 @@ class GrpoLearner:
         rows_per_update: int,
         timeout_s: float,
     ) -> None:
-        self._training = _Training(policy, None, timeout_s=timeout_s)
+        super().__init__(policy, None, timeout_s=timeout_s)
         self._groups, self._loss, self._rows = groups, loss, rows_per_update
         if loss.kl is not None:
-            self._training.freeze_reference()
+            self._freeze_reference()
 
-    def learn(self, rollout: Rollout, *, step: int, announce: Announce) -> Learned:  # noqa: ARG002  # the protocol's
+    def learn(self, rollout: Rollout, *, step: int, announce: Announce, clock: Clock) -> Learned:  # noqa: ARG002  # the protocol's
         """See `Learner.learn`."""
-        clock, training = _Clock(), self._training
         with clock.timing("score"):
-            batch = training.scored(rollout, announce, with_reference=self._loss.kl is not None)
+            batch = self._scored(rollout, announce, with_reference=self._loss.kl is not None)
         batch = with_group_advantages(batch, rollout.rewards, prompt_groups(rollout.samples), self._groups)
         announce("training")
         with clock.timing("train"):
-            updates = [training.update(part, self._loss) for part in split_evenly(batch, batch.size // self._rows)]
-        return Learned(tuple(updates), (), LogprobError.of(batch), clock.seconds["score"], clock.seconds["train"])
-
-    def save(self, folder: Path) -> None:
-        """See `Learner.save`."""
-        self._training.save(folder)
-
-    def restore(self, folder: Path) -> None:
-        """See `Learner.restore`."""
-        self._training.restore(folder)
+            updates = [self._update(part, self._loss) for part in split_evenly(batch, batch.size // self._rows)]
+        return Learned(tuple(updates), (), LogprobError.of(batch))
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,22 +186,22 @@ class PpoSettings:
         return self.loss.kl is not None or self.gae.kl is not None
 
 
-class PpoLearner:
+class PpoLearner(_Training):
     """Advantages by a critic, which learns beside the policy on ranks of its own. See `GrpoLearner`."""
 
     def __init__(
         self, policy: WorkerGroup, critic: WorkerGroup, *, settings: PpoSettings, timeout_s: float
     ) -> None:  # fmt: skip
-        self._training = _Training(policy, critic, timeout_s=timeout_s)
+        super().__init__(policy, critic, timeout_s=timeout_s)
         self._settings = settings
         if settings.needs_reference:
-            self._training.freeze_reference()
+            self._freeze_reference()
 
-    def learn(self, rollout: Rollout, *, step: int, announce: Announce) -> Learned:
+    def learn(self, rollout: Rollout, *, step: int, announce: Announce, clock: Clock) -> Learned:
         """See `Learner.learn`."""
-        clock, training, settings = _Clock(), self._training, self._settings
+        settings = self._settings
         with clock.timing("score"):
-            batch = training.scored(rollout, announce, with_reference=settings.needs_reference)
+            batch = self._scored(rollout, announce, with_reference=settings.needs_reference)
         batch = with_gae(batch, rollout.rewards, settings.gae)
         trains_policy = step >= settings.first_policy_step
         policy: list[PolicyUpdate] = []
@@ -163,75 +210,12 @@ class PpoLearner:
         with clock.timing("train"):
             for order in self._orders(batch.size, step):
                 for part in split_evenly(batch.rows(order), batch.size // settings.rows_per_update):
-                    both = training.update_both(part, settings.loss if trains_policy else None, settings.value_loss)
+                    both = self._update_both(part, settings.loss if trains_policy else None, settings.value_loss)
                     policy += [both[0]] if both[0] is not None else []
                     critic.append(both[1])
-        seconds = clock.seconds
-        return Learned(tuple(policy), tuple(critic), LogprobError.of(batch), seconds["score"], seconds["train"])
-
-    def save(self, folder: Path) -> None:
-        """See `Learner.save`."""
-        self._training.save(folder)
-
-    def restore(self, folder: Path) -> None:
-        """See `Learner.restore`."""
-        self._training.restore(folder)
+        return Learned(tuple(policy), tuple(critic), LogprobError.of(batch))
 
     def _orders(self, rows: int, step: int) -> Iterator[list[int]]:
         dice = np.random.default_rng((self._settings.seed, step))
         for _ in range(self._settings.epochs):
             yield dice.permutation(rows).tolist()
-
-
-class _Training:
-    """The groups that train, as a driver calls them: on all ranks at once, the answer from rank 0."""
-
-    def __init__(self, policy: WorkerGroup, critic: WorkerGroup | None, *, timeout_s: float) -> None:
-        self._policy, self._critic, self._timeout_s = policy, critic, timeout_s
-
-    def freeze_reference(self) -> None:
-        self._collect([self._policy.start("freeze_reference")])
-
-    def scored(self, rollout: Rollout, announce: Announce, *, with_reference: bool) -> TrainBatch:
-        """The samples as a batch, with the policy's log-probabilities, the reference's and the critic's values."""
-        batch = TrainBatch.from_samples(rollout.samples)
-        announce("scoring")
-        calls = [self._policy.start("logprobs_of", batch)]
-        if self._critic is not None:
-            calls.append(self._critic.start("values_of", batch))
-        found: list[Any] = self._collect(calls)
-        batch = replace(batch, prev_logprobs=found[0], values=found[1] if self._critic is not None else None)
-        if with_reference:
-            [reference] = self._collect([self._policy.start("reference_logprobs_of", batch)])
-            batch = replace(batch, reference_logprobs=reference)
-        return batch
-
-    def update(self, batch: TrainBatch, loss: PolicyLossSettings) -> PolicyUpdate:
-        [update] = self._collect([self._policy.start("rl_step", batch, loss)])
-        assert isinstance(update, PolicyUpdate)
-        return update
-
-    def update_both(
-        self, batch: TrainBatch, loss: PolicyLossSettings | None, value_loss: ValueLossSettings
-    ) -> tuple[PolicyUpdate | None, CriticUpdate]:
-        """Both at once, on their own ranks; without `loss` the critic alone."""
-        assert self._critic is not None
-        calls = [self._critic.start("rl_step", batch, value_loss)]
-        if loss is not None:
-            calls.append(self._policy.start("rl_step", batch, loss))
-        found: list[Any] = self._collect(calls)
-        return (found[1] if loss is not None else None), found[0]
-
-    def save(self, folder: Path) -> None:
-        self._collect([group.start("save", str(folder / name)) for name, group in self._groups])
-
-    def restore(self, folder: Path) -> None:
-        self._collect([group.start("restore", str(folder / name)) for name, group in self._groups])
-
-    @property
-    def _groups(self) -> Sequence[tuple[str, WorkerGroup]]:
-        critic = [("critic", self._critic)] if self._critic is not None else []
-        return [("policy", self._policy), *critic]
-
-    def _collect(self, calls: Sequence[Pending]) -> list[Any]:
-        return [by_rank[0] for by_rank in collect(calls, timeout_s=self._timeout_s)]

@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from refit_transport.cluster.async_generation import AsyncGenerationWorker
-from refit_transport.cluster.checkpoint import CheckpointReader
 from refit_transport.cluster.critic import CriticWorker
 from refit_transport.cluster.generation import GenerationWorker
 from refit_transport.cluster.job import (
+    Announce,
     Place,
     Role,
     engine_arguments,
     engine_config,
+    model_and_cluster,
     placed_groups,
     policy_arguments,
-    ray_cluster,
     refit_roles,
+    training_arguments,
 )
-from refit_transport.cluster.learning import Announce, GrpoLearner, Learner, PpoLearner, PpoSettings
+from refit_transport.cluster.learning import GrpoLearner, Learner, PpoLearner, PpoSettings
 from refit_transport.cluster.policy import PolicyWorker
 from refit_transport.cluster.rl_loop import LogprobLimit, Loop, StepReport
 from refit_transport.cluster.rollouts import AheadRollouts, Asking, FreshRollouts, Rollouts
 from refit_transport.cluster.run_state import RunFolder
 from refit_transport.cluster.synchronizer import RefitSynchronizer
-from refit_transport.cluster.tiny_model import tiny_model
 from refit_transport.cluster.workers import WorkerGroup, collect
 from refit_transport.config.rl import RlConfig
 from refit_transport.config.rl_schema import CriticMegatron, RlOptimizer
@@ -62,21 +62,16 @@ def run_steps(config: RlConfig, *, ray_address: str | None, announce: Announce) 
         WorkerError: a worker failed; everything is released first.
         ParityError: trainer and samplers compute different things.
     """
-    folder, wanted = Path(config.refit.policy.model_name), config.refit.refit_run.tiny_model
-    with ExitStack() as stack:
-        if wanted is not None:
-            announce("making a tiny model, unless it is there")
-            stack.enter_context(tiny_model(folder, wanted))
-        # Workers would find it too, but only after half a minute, and one after the other.
-        CheckpointReader(folder).check()
-        announce("starting Ray")
-        scratch = stack.enter_context(ray_cluster(address=ray_address))
+    steps, folder = config.sections.rollouts.max_num_steps, _run_folder(config)
+    done = None if folder is None else folder.latest()
+    if done is not None and done[1].step >= steps:
+        return
+    with model_and_cluster(config.refit, address=ray_address, announce=announce) as scratch:
         announce("starting the workers")
-        workers = stack.enter_context(running_workers(config, scratch=scratch))
-        announce("planning the refit")
-        workers.synchronizer.prepare()
-        loop = loop_of(config, workers, announce=announce)
-        yield from loop.run(config.sections.rollouts.max_num_steps)
+        with running_workers(config, scratch=scratch) as workers:
+            announce("planning the refit")
+            workers.synchronizer.prepare()
+            yield from loop_of(config, workers, folder, announce=announce).run(steps)
 
 
 @contextmanager
@@ -88,17 +83,15 @@ def running_workers(config: RlConfig, *, scratch: Path | None = None) -> Iterato
     refit = config.refit
     with placed_groups(refit, roles(config), scratch=scratch) as placed:
         places, ports = placed.meeting_places()
-        by_name = dict(
-            zip((group.name for group in placed.groups), zip(placed.groups, places, strict=True), strict=True)
-        )
-        policy, place = by_name.pop("policy")
+        (policy, place), *others = zip(placed.groups, places, strict=True)
         learning = _learning(config, config.sections.policy.megatron_cfg.optimizer)
         learning["temperature"] = config.sections.policy.generation.temperature
-        building = [policy.build(PolicyWorker, [each | learning for each in policy_arguments(refit, policy, place)])]
-        critic, place = by_name.pop(_CRITIC, (None, place))
-        if critic is not None:
+        building = [policy.build(PolicyWorker, [own | learning for own in policy_arguments(refit, policy, place)])]
+        critic = None
+        if config.sections.ppo is not None:
+            (critic, place), *others = others
             building.append(critic.build(CriticWorker, _critic_arguments(config, critic, place)))
-        for engine, where in by_name.values():
+        for engine, where in others:
             if (ahead := config.sections.asynchronous).enabled:
                 own = {
                     "config": engine_config(refit),
@@ -109,7 +102,7 @@ def running_workers(config: RlConfig, *, scratch: Path | None = None) -> Iterato
             else:
                 building.append(engine.build(GenerationWorker, engine_arguments(refit, engine, where)))
         collect(building, timeout_s=refit.refit_run.worker_timeout_s)
-        engines = tuple(engine for engine, _ in by_name.values())
+        engines = tuple(engine for engine, _ in others)
         synchronizer = RefitSynchronizer(
             policy,
             engines,
@@ -146,6 +139,7 @@ def _learning(config: RlConfig, optimizer: RlOptimizer) -> dict[str, Any]:
         "adam_eps": optimizer.adam_eps,
         "max_grad_norm": policy.max_grad_norm,
         "micro_batch_size": policy.train_micro_batch_size,
+        "score_batch_size": policy.logprob_batch_size,
     }
 
 
@@ -157,22 +151,25 @@ def _critic_arguments(config: RlConfig, group: WorkerGroup, place: Place) -> lis
         "max_grad_norm": value.max_grad_norm,
         "micro_batch_size": value.train_micro_batch_size or config.sections.policy.train_micro_batch_size,
     }
-    arguments = policy_arguments(config.refit, group, place)
-    return [{**{key: each[key] for key in each if key != "node"}, **own} for each in arguments]
+    return [each | own for each in training_arguments(config.refit, group, place)]
 
 
-def loop_of(config: RlConfig, workers: RlWorkers, *, announce: Announce) -> Loop:
-    """The loop over running workers."""
+def _run_folder(config: RlConfig) -> RunFolder | None:
+    checkpointing = config.sections.checkpointing
+    if not checkpointing.enabled:
+        return None
+    return RunFolder(
+        Path(checkpointing.checkpoint_dir),
+        fingerprint(config),
+        keep=checkpointing.keep_top_k,
+        best=checkpointing.metric_name is not None,
+        higher_is_better=checkpointing.higher_is_better,
+    )
+
+
+def loop_of(config: RlConfig, workers: RlWorkers, folder: RunFolder | None, *, announce: Announce) -> Loop:
+    """The loop over running workers; `folder` has the job's checkpoints."""
     sections, run = config.sections, config.refit.refit_run
-    checkpointing = sections.checkpointing
-    folder = None
-    if checkpointing.enabled:
-        folder = RunFolder(
-            Path(checkpointing.checkpoint_dir),
-            keep=checkpointing.keep_top_k,
-            best=checkpointing.metric_name is not None,
-            higher_is_better=checkpointing.higher_is_better,
-        )
     limit = None
     if not sections.asynchronous.enabled:
         is_exact = config.refit.vllm_precision == config.refit.policy.precision == "float32"
@@ -183,8 +180,7 @@ def loop_of(config: RlConfig, workers: RlWorkers, *, announce: Announce) -> Loop
         rollouts=_rollouts(config, workers),
         sync=workers.synchronizer.sync,
         folder=folder,
-        save_period=checkpointing.save_period,
-        fingerprint=fingerprint(config),
+        save_period=sections.checkpointing.save_period,
         limit=limit,
         announce=announce,
     )
@@ -192,15 +188,17 @@ def loop_of(config: RlConfig, workers: RlWorkers, *, announce: Announce) -> Loop
 
 def fingerprint(config: RlConfig) -> str:
     """Of all that decides a job's course, but not how far it goes, how it is cut, or where it writes."""
-    sections = config.sections
-    rollouts = sections.rollouts.model_dump(mode="json", exclude={"max_num_steps", "max_num_epochs"})
-    parts = [
-        config.refit.policy.model_name,
-        config.refit.policy.precision,
-        rollouts,
+    refit, sections = config.refit, config.sections
+    unimportant = {"train_micro_batch_size", "logprob_batch_size"}
+    parts: list[Any] = [
+        (refit.policy.model_name, refit.policy.precision, refit.vllm_precision),
+        sections.rollouts.model_dump(mode="json", exclude={"max_num_steps", "max_num_epochs"}),
         *(part.model_dump(mode="json") for part in (sections.loss_fn, sections.value_loss_fn, sections.data)),
-        sections.policy.model_dump(mode="json"),
+        sections.policy.model_dump(mode="json", exclude=unimportant),
     ]
+    if sections.ppo is not None:
+        critic = sections.value
+        parts += [critic.max_grad_norm, critic.megatron_cfg.optimizer.model_dump(mode="json")]
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 
@@ -234,6 +232,7 @@ def _rollouts(config: RlConfig, workers: RlWorkers) -> Rollouts:
         prompts=sections.rollouts.num_prompts_per_step,
         samples=sections.rollouts.num_generations_per_prompt,
         seed=sections.rollouts.seed,
+        max_prompt_tokens=sections.data.max_input_seq_length or sections.policy.max_total_sequence_length - 1,
         max_tokens=sections.max_new_tokens,
         temperature=generation.temperature,
         stop_ids=generation.stop_token_ids or (),

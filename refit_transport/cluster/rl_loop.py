@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
-from refit_transport.cluster.learning import Announce, Learned, Learner
+from refit_transport.cluster.job import Announce
+from refit_transport.cluster.learning import Clock, Learned, Learner
 from refit_transport.cluster.overlap import Interval, Overlap, overlap
 from refit_transport.cluster.rollouts import Rollouts, spread_of_ages
 from refit_transport.cluster.run_state import RunFolder, RunState
-from refit_transport.errors import ConfigError, ParityError, Violation
+from refit_transport.errors import ParityError
 from refit_transport.report import RefitReport
 from refit_transport.rl.trajectories import Rollout
-
-PHASES = ("generate", "score", "train", "wait", "refit", "save")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +23,13 @@ class LogprobLimit:
 
     limit: float
     stops: bool
+
+    def judge(self, version: int, error: float) -> ParityError | None:
+        """The error that `error` at a version is, if it is one: the refit is wrong."""
+        if error <= self.limit:
+            return None
+        what = "differ from the trainer's on average by"
+        return ParityError(version, error, self.limit, what, "logprob_error_limit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +52,9 @@ class StepReport:
     overlap: Overlap | None
     limit: LogprobLimit | None
 
-    @property
-    def is_apart(self) -> bool:
-        """Whether the samplers computed something else than the trainer."""
-        return self.limit is not None and not self.learned.logprob_error.mean <= self.limit.limit
+    def apart(self) -> ParityError | None:
+        """An error if the samplers computed something else than the trainer."""
+        return None if self.limit is None else self.limit.judge(self.version - 1, self.learned.logprob_error.mean)
 
     @property
     def refit_share(self) -> float:
@@ -102,10 +105,8 @@ class Loop:
     sync: Callable[[int], RefitReport]
     folder: RunFolder | None
     save_period: int
-    fingerprint: str
     limit: LogprobLimit | None
     announce: Announce
-    _seconds: dict[str, float] = field(default_factory=dict)
     _version: int = -1
 
     def run(self, steps: int) -> Iterator[StepReport]:
@@ -121,45 +122,38 @@ class Loop:
 
     def _begin(self) -> int:
         """Brings the engines to the trainer's weights; returns the last step that is done."""
-        state = self._restored()
-        self._version = max(
-            -1 if state is None else state.version, -1 if self.folder is None else self.folder.published()
-        )
+        done = 0
+        if self.folder is not None:
+            self._version = self.folder.published()
+            if (found := self.folder.latest()) is not None:
+                path, state = found
+                self.announce(f"restoring step {state.step}")
+                self.learner.restore(path)
+                done, self._version = state.step, max(state.version, self._version)
         self.announce("first refit")
         self._publish()
-        return 0 if state is None else state.step
-
-    def _restored(self) -> RunState | None:
-        found = None if self.folder is None else self.folder.latest()
-        if found is None:
-            return None
-        path, state = found
-        if state.fingerprint != self.fingerprint:
-            raise _other_job(path)
-        self.announce(f"restoring step {state.step}")
-        self.learner.restore(path)
-        return state
+        return done
 
     def _step(self, step: int, *, is_last: bool) -> StepReport:
-        self._seconds = dict.fromkeys(PHASES, 0.0)
-        began = time.time()
-        with self._timing("generate"):
+        clock, began = Clock(), time.time()
+        with clock.timing("generate"):
             self.announce("generating")
             rollout = self.rollouts.take(step, version=self._version)
         training = time.time()
-        learned = self.learner.learn(rollout, step=step, announce=self.announce)
+        learned = self.learner.learn(rollout, step=step, announce=self.announce, clock=clock)
         trained = Interval(training, time.time())
-        self._seconds |= {"score": learned.score_s, "train": learned.train_s}
-        self._judge(learned)
-        with self._timing("wait"):
+        stops = self.limit if self.limit is not None and self.limit.stops else None
+        if stops and (error := stops.judge(self._version, learned.logprob_error.mean)):
+            raise error
+        with clock.timing("wait"):
             self.rollouts.before_refit()
-        with self._timing("refit"):
+        with clock.timing("refit"):
             self.announce("refit")
             refit = self._publish()
         ages = spread_of_ages(rollout, self._version - 1)
         if not is_last:
             self.rollouts.after_refit(step)
-        with self._timing("save"):
+        with clock.timing("save"):
             self._save(step, rollout, is_last=is_last)
         whole = Interval(began, time.time())
         ran = self.rollouts.activity()
@@ -170,7 +164,7 @@ class Loop:
             learned,
             ages,
             sum(each.samples for each in self.rollouts.dropped),
-            {**self._seconds, "total": whole.end - whole.start},
+            {**clock.seconds, "total": whole.end - whole.start},
             refit,
             overlap(ran, [trained], within=whole) if ran else None,
             self.limit,
@@ -182,31 +176,8 @@ class Loop:
             self.folder.publishing(self._version)
         return self.sync(self._version)
 
-    def _judge(self, learned: Learned) -> None:
-        error = learned.logprob_error.mean
-        if self.limit is not None and self.limit.stops and not error <= self.limit.limit:
-            raise apart(self._version, error, self.limit)
-
     def _save(self, step: int, rollout: Rollout, *, is_last: bool) -> None:
         if self.folder is not None and (is_last or step % self.save_period == 0):
             self.announce("saving")
-            state = RunState(step, self._version, rollout.mean_reward(), self.fingerprint)
+            state = RunState(step, self._version, rollout.mean_reward())
             self.folder.save(state, self.learner.save)
-
-    @contextmanager
-    def _timing(self, phase: str) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        self._seconds[phase] += time.perf_counter() - began
-
-
-def apart(version: int, error: float, limit: LogprobLimit) -> ParityError:
-    """Trainer and samplers compute different things with one version of the weights: the refit is wrong."""
-    what = "differ from the trainer's on average by"
-    return ParityError(version, error, limit.limit, what, "logprob_error_limit")
-
-
-def _other_job(path: Path) -> ConfigError:
-    reason = "has the checkpoint of another job: what decides its course (model, data, algorithm, seeds) differs"
-    violation = Violation("checkpointing.checkpoint_dir", str(path), reason, "name another folder, or remove this one")
-    return ConfigError("checkpointing", (violation,))

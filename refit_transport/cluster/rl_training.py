@@ -36,14 +36,21 @@ class PolicyUpdate:
 
 
 class RLTrainingWorker(TrainingWorker):
-    """What policy and critic share. Every rank gets the whole batch, and takes its data-parallel rows itself."""
+    """What policy and critic share. Every rank gets the whole batch, and takes its data-parallel rows itself.
+
+    `score_batch_size` is the micro-batch where nothing is learned; None: as where it is.
+    """
+
+    def __init__(self, *, score_batch_size: int | None = None, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._score_batch_size = score_batch_size or self._micro_batch_size
 
     def _score(self, batch: TrainBatch, read: Read) -> torch.Tensor | None:
         """What `read` finds for every row, `[batch, length]` on the CPU; None but on rank 0."""
         from refit_transport.cluster import rl_step
         from refit_transport.cluster.megatron_step import run_model
 
-        batches = self._deal(batch)
+        batches = self._deal(batch, size=self._score_batch_size)
         with torch.no_grad():
             found = run_model(self._chunks, batches, read, device=self._device)
             table = rl_step.gather_rows(found, batches, device=self._device)
@@ -54,15 +61,15 @@ class RLTrainingWorker(TrainingWorker):
         from refit_transport.cluster.megatron_step import run_model
 
         self._optimizer.zero_grad()
-        run_model(self._chunks, self._deal(batch), read, device=self._device)
+        run_model(self._chunks, self._deal(batch, size=self._micro_batch_size), read, device=self._device)
         return self._apply_gradients()
 
-    def _deal(self, batch: TrainBatch) -> tuple[RowBatch, ...]:
+    def _deal(self, batch: TrainBatch, *, size: int) -> tuple[RowBatch, ...]:
         from refit_transport.cluster.rl_step import deal
 
         return deal(
             batch,
-            size=self._micro_batch_size,
+            size=size,
             length_multiple=self._cut.tensor if self._cut.sequence_parallel else 1,
             count_multiple=self._cut.pipeline if self._cut.virtual_pipeline > 1 else 1,
             device=self._device,

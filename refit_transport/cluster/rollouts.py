@@ -10,7 +10,7 @@ from refit_transport.cluster.overlap import Interval
 from refit_transport.cluster.samplers import Submission, sample_on, submit_to
 from refit_transport.cluster.sampling import SampleRequest
 from refit_transport.cluster.workers import WorkerGroup, collect
-from refit_transport.errors import WorkerError
+from refit_transport.errors import ConfigError, Violation, WorkerError
 from refit_transport.rl.replay_buffer import Dropped, ReplayBuffer
 from refit_transport.rl.seeds import sample_seed
 from refit_transport.rl.tasks import Task
@@ -28,12 +28,23 @@ class Asking:
     prompts: int
     samples: int
     seed: int
+    max_prompt_tokens: int
     max_tokens: int
     temperature: float
     stop_ids: tuple[int, ...]
 
     def requests(self, step: int) -> list[SampleRequest]:
-        """All requests of a step; those of one prompt are neighbours and a group."""
+        """All requests of a step; those of one prompt are neighbours and a group.
+
+        Raises:
+            ConfigError: a prompt is too long.
+        """
+        prompts = self.task.prompts(step=step, count=self.prompts, seed=self.seed)
+        if (longest := max(map(len, prompts))) > self.max_prompt_tokens:
+            reason = f"is less than the {longest} tokens of a prompt of step {step}"
+            path, value = "data.max_input_seq_length", str(self.max_prompt_tokens)
+            violation = Violation(path, value, reason, "raise it, or let the task make shorter prompts")
+            raise ConfigError("data", (violation,))
         return [
             SampleRequest(
                 prompt,
@@ -43,7 +54,7 @@ class Asking:
                 temperature=self.temperature,
                 stop_ids=self.stop_ids,
             )
-            for group, prompt in enumerate(self.task.prompts(step=step, count=self.prompts, seed=self.seed))
+            for group, prompt in enumerate(prompts)
             for sample in range(self.samples)
         ]
 
@@ -117,6 +128,7 @@ class AheadRollouts:
         self._max_age, self._in_flight = max_age, in_flight
         self._buffer = ReplayBuffer(max_age=max_age)
         self._begun: dict[int, Submission] = {}
+        self._newest = -1
         self.dropped: tuple[Dropped, ...] = ()
 
     def take(self, step: int, *, version: int) -> Rollout:
@@ -152,8 +164,6 @@ class AheadRollouts:
         """See `Rollouts.activity`."""
         found = collect([engine.start("activity") for engine in self._engines], timeout_s=self._timeout_s)
         return [interval for by_rank in found for interval in by_rank[0]]
-
-    _newest = -1
 
     def _begin(self, step: int) -> None:
         """Begins all steps from `step` to `max_age` later that haven't been."""

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from refit_transport.cluster.checkpoint import CheckpointReader
-from refit_transport.cluster.job import RefitJob, agreed, ray_cluster, running_job
-from refit_transport.cluster.tiny_model import tiny_model
+from refit_transport.cluster.job import Announce, RefitJob, agreed, model_and_cluster, running_job
 from refit_transport.cluster.workers import collect
 from refit_transport.config.model import logical_model
 from refit_transport.config.schema import RefitConfig
@@ -64,9 +62,6 @@ class VerifiedJob:
         }
 
 
-Announce = Callable[[str], None]
-
-
 def run_rounds(config: RefitConfig, *, ray_address: str | None, announce: Announce) -> Iterator[RefitRound]:
     """Runs the configured number of rounds and yields each when it is done.
 
@@ -81,8 +76,7 @@ def run_rounds(config: RefitConfig, *, ray_address: str | None, announce: Announ
         ParityError: trainer and samplers disagree after a refit, or a refit changed nothing.
     """
     with (
-        _model(config, announce),
-        ray_cluster(address=ray_address) as scratch,
+        model_and_cluster(config, address=ray_address, announce=announce) as scratch,
         _started(config, scratch, announce) as job,
     ):
         before = agreed(job.engines, "logprobs", config.refit_run.prompts, timeout_s=config.refit_run.worker_timeout_s)
@@ -92,27 +86,13 @@ def run_rounds(config: RefitConfig, *, ray_address: str | None, announce: Announ
             yield finished[0]
 
 
-@contextmanager
-def _model(config: RefitConfig, announce: Announce) -> Iterator[None]:
-    folder, wanted = Path(config.policy.model_name), config.refit_run.tiny_model
-    with ExitStack() as stack:
-        if wanted is not None:
-            announce("making a tiny model, unless it is there")
-            stack.enter_context(tiny_model(folder, wanted))
-        # Workers would find it too, but only after half a minute, and one after the other.
-        CheckpointReader(folder).check()
-        announce("starting Ray")
-        yield
-
-
 def verify_job(config: RefitConfig, *, ray_address: str | None, announce: Announce) -> VerifiedJob:
     """Trains, refits once with every box verified, and compares all that both sides hold before and after.
 
     Arguments and errors are those of `run_rounds`. What differs in the end is in the result, not an error.
     """
     with (
-        _model(config, announce),
-        ray_cluster(address=ray_address) as scratch,
+        model_and_cluster(config, address=ray_address, announce=announce) as scratch,
         _started(config, scratch, announce, settings=replace(config.refit_settings(), verify="full")) as job,
     ):
         _train(config, job, 1, announce)

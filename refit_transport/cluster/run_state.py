@@ -17,15 +17,11 @@ _PREFIX, _STATE, _PUBLISHED = "step_", "run.json", "published.json"
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """Where a job stands after `step`: `version` is what the engines served then; `reward` the step's mean reward.
-
-    `fingerprint` is of everything that decides the job's course, so that another job doesn't go on from here.
-    """
+    """Where a job stands after `step`: `version` is what the engines served then; `reward` the step's mean reward."""
 
     step: int
     version: int
     reward: float
-    fingerprint: str
 
 
 class RunFolder:
@@ -35,15 +31,21 @@ class RunFolder:
     next.
     """
 
-    def __init__(self, folder: Path, *, keep: int | None, best: bool, higher_is_better: bool = True) -> None:
-        """`keep` checkpoints stay (None: all): the latest, or with `best` the last one and those of the best reward."""
+    def __init__(
+        self, folder: Path, fingerprint: str, *, keep: int | None, best: bool, higher_is_better: bool = True
+    ) -> None:
+        """`keep` checkpoints stay (None: all): the latest, or with `best` the last one and those of the best reward.
+
+        `fingerprint` is of everything that decides the job's course, so that another job doesn't go on from here.
+        """
+        self._fingerprint = fingerprint
         self._folder, self._keep, self._best, self._sign = folder, keep, best, 1 if higher_is_better else -1
 
     def latest(self) -> tuple[Path, RunState] | None:
         """The checkpoint of the highest step.
 
         Raises:
-            ConfigError: it can't be read.
+            ConfigError: it can't be read, or is another job's.
         """
         found = self._checkpoints()
         return found[-1] if found else None
@@ -53,7 +55,8 @@ class RunFolder:
         folder = self._folder / f"{_PREFIX}{state.step}"
         aside = begin_folder(folder)
         write(aside)
-        (aside / _STATE).write_text(json.dumps(asdict(state), indent=2) + "\n", encoding="utf-8")
+        written = {"fingerprint": self._fingerprint, **asdict(state)}
+        (aside / _STATE).write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
         publish_folder(aside, folder)
         for old in self._superseded():
             shutil.rmtree(old)
@@ -84,8 +87,12 @@ class RunFolder:
         folders = [path for path in self._folder.glob(f"{_PREFIX}*") if path.name[len(_PREFIX) :].isdecimal()]
         found = []
         for path in folders:
+            fields = _read(path / _STATE)
+            if fields.pop("fingerprint", None) != self._fingerprint:
+                reason = "has the checkpoint of another job: its model, data, algorithm or seeds differ"
+                raise _refused(path, reason, "name another folder, or remove this one")
             try:
-                found.append((path, RunState(**_read(path / _STATE))))
+                found.append((path, RunState(**fields)))
             except TypeError as error:
                 raise _unreadable(path / _STATE, str(error).partition("() ")[2]) from error
         return sorted(found, key=lambda each: each[1].step)
@@ -111,6 +118,9 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _unreadable(path: Path, reason: str) -> ConfigError:
-    remedy = "remove it to go on from an earlier checkpoint, or name another folder"
-    violation = Violation("checkpointing.checkpoint_dir", str(path), f"can't be read: {reason}", remedy)
+    return _refused(path, f"can't be read: {reason}", "remove it to go on from an earlier one, or name another folder")
+
+
+def _refused(path: Path, reason: str, remedy: str) -> ConfigError:
+    violation = Violation("checkpointing.checkpoint_dir", str(path), reason, remedy)
     return ConfigError("checkpointing", (violation,))

@@ -172,8 +172,8 @@ class VllmTarget:
         for layer in self._layers:
             if not layer.processes_attention or any(id(module) in private for module in layer.module.modules()):
                 continue
-            with set_current_vllm_config(self._config), torch.no_grad():
-                found = tuple(derived_anew(layer, self._config.model_config.dtype))
+            with self._loading(), torch.no_grad():
+                found = tuple(derived_anew(layer, self._model_config.dtype))
             yield from found
 
     @contextmanager

@@ -1,19 +1,27 @@
 """The order of a step, what a job goes on from, and which samples an asynchronous one trains on."""
 
-from dataclasses import dataclass, field
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
 
 from refit_transport.cluster import rollouts as rollouts_module
 from refit_transport.cluster.learning import Learned, LogprobError
+from refit_transport.cluster.rl_job import fingerprint
 from refit_transport.cluster.rl_loop import LogprobLimit, Loop
 from refit_transport.cluster.rollouts import AheadRollouts, Asking, FreshRollouts, spread_of_ages
 from refit_transport.cluster.run_state import RunFolder
+from refit_transport.config.rl import load_rl_config
 from refit_transport.errors import ConfigError, ParityError, WorkerError
 from refit_transport.rl.tasks import FirstDigitEcho
 from refit_transport.rl.trajectories import Rollout, Sample
+from refit_transport.rl_log import StepLog, plot_steps
+from refit_transport.transports.registry import resolve
 
-ASKING = Asking(FirstDigitEcho(), prompts=3, samples=2, seed=5, max_tokens=4, temperature=1.0, stop_ids=(2,))
+ASKING = Asking(
+    FirstDigitEcho(), prompts=3, samples=2, seed=5, max_prompt_tokens=6, max_tokens=4, temperature=1.0, stop_ids=(2,)
+)
 
 
 @dataclass
@@ -46,11 +54,11 @@ class Learner:
     seen: list[tuple[int, Rollout]] = field(default_factory=list)
     weights: int = 0
 
-    def learn(self, rollout, *, step, announce):
+    def learn(self, rollout, *, step, announce, clock):
         announce("training")
         self.seen.append((step, rollout))
         self.weights += 1
-        return Learned((), (), LogprobError(self.error, self.error), 0.0, 0.0)
+        return Learned((), (), LogprobError(self.error, self.error))
 
     def save(self, folder):
         (folder / "weights").write_text(str(self.weights))
@@ -93,9 +101,8 @@ def loop(engines, rollouts, learner, *, folder=None, limit=None, period=2, finge
         learner=learner,
         rollouts=rollouts,
         sync=sync,
-        folder=None if folder is None else RunFolder(folder, keep=None, best=False),
+        folder=None if folder is None else RunFolder(folder, fingerprint, keep=None, best=False),
         save_period=period,
-        fingerprint=fingerprint,
         limit=limit,
         announce=lambda _: None,
     )
@@ -173,12 +180,14 @@ def test_samplers_that_compute_something_else_end_the_job_or_mark_the_step(engin
     rollouts = FreshRollouts([], ASKING, timeout_s=7.0)
     with pytest.raises(ParityError, match="logprob_error_limit is 1e-05"):
         list(loop(engines, rollouts, learner, limit=LogprobLimit(1e-5, stops=True)).run(2))
-    assert [r.is_apart for r in loop(engines, rollouts, learner, limit=LogprobLimit(1e-5, stops=False)).run(2)] == [
+    assert [
+        bool(r.apart()) for r in loop(engines, rollouts, learner, limit=LogprobLimit(1e-5, stops=False)).run(2)
+    ] == [
         True,
         True,
     ]
     fine = loop(engines, rollouts, Learner(error=9e-6), limit=LogprobLimit(1e-5, stops=True))
-    assert not any(report.is_apart for report in fine.run(2))
+    assert not any(report.apart() for report in fine.run(2))
 
 
 @pytest.mark.parametrize("in_flight", [False, True])
@@ -209,3 +218,65 @@ def test_requests_of_a_step_do_not_depend_on_when_they_are_made():
     seeds = [request.seed for step in range(5) for request in ASKING.requests(step)]
     assert len(set(seeds)) == 5 * 6
     assert [request.group for request in ASKING.requests(0)] == [0, 0, 1, 1, 2, 2]
+
+
+def test_a_prompt_that_is_too_long_is_refused_with_the_setting():
+    with pytest.raises(ConfigError, match=r"data.max_input_seq_length: is less than the 6 tokens .*got 5"):
+        replace(ASKING, max_prompt_tokens=5).requests(0)
+
+
+def test_a_step_is_a_line_of_json_a_point_on_the_board_and_in_the_picture(engines, tmp_path):
+    pytest.importorskip("tensorboardX")
+    pytest.importorskip("matplotlib")
+    reports = list(loop(engines, FreshRollouts([], ASKING, timeout_s=7.0), Learner(error=1e-7)).run(3))
+    for first in (0, 2):  # a resumed job appends
+        with StepLog(tmp_path, tensorboard=True) as log:
+            for report in reports[first : first + 2]:
+                log.write(report)
+    lines = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert [line["reward"] for line in lines] == [report.rollout.mean_reward() for report in reports]
+    assert all(path.stat().st_size > 0 for path in tmp_path.glob("events*"))
+    assert list(tmp_path.glob("events*"))
+    plot_steps(reports, tmp_path / "plots" / "run.png")
+    assert (tmp_path / "plots" / "run.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_log_that_cannot_be_written_is_told_with_its_setting(tmp_path):
+    (tmp_path / "logs").write_text("a file")
+    with pytest.raises(ConfigError, match=r"logger.log_dir: can't be written"):
+        StepLog(tmp_path / "logs", tensorboard=False)
+
+
+@pytest.mark.parametrize(
+    ("override", "is_the_same"),
+    [
+        ("grpo.max_num_steps=7", True),
+        ("policy.train_micro_batch_size=64", True),
+        ("checkpointing.save_period=3", True),
+        ("grpo.seed=1", False),
+        ("policy.precision=bfloat16", False),
+        ("policy.megatron_cfg.optimizer.lr=1.0e-4", False),
+        ("loss_fn.ratio_clip_max=0.3", False),
+        ("policy.generation.temperature=0.7", False),
+    ],
+)
+def test_what_decides_a_jobs_course_makes_it_another_job(override, is_the_same):
+    recipe = Path(__file__).parents[2] / "recipes" / "grpo-tiny-dense-cpu.yaml"
+    plain, changed = (
+        fingerprint(load_rl_config(recipe, resolve_transport=resolve, overrides=overrides))
+        for overrides in ((), (override,))
+    )
+    assert (plain == changed) is is_the_same
+
+
+def test_the_critics_optimizer_decides_too():
+    recipe = Path(__file__).parents[2] / "recipes" / "ppo-tiny-dense-cpu.yaml"
+    rates = ("1.0e-3", "2.0e-3")
+    found = {
+        fingerprint(
+            load_rl_config(recipe, resolve_transport=resolve, overrides=(f"value.megatron_cfg.optimizer.lr={rate}",))
+        )
+        for rate in rates
+    }
+    assert len(found) == 2
