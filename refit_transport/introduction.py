@@ -15,6 +15,7 @@ from refit_transport.places import Place, place_here, topology_of
 from refit_transport.scheduling.topology import Topology
 from refit_transport.sources.base import Source
 from refit_transport.targets.base import Target
+from refit_transport.targets.staged import StagedTarget
 from refit_transport.transports.base import Endpoint, Job
 
 
@@ -47,6 +48,8 @@ def introduce(
     if not is_idle:
         held = Manifest.of(_manifests(channel, "manifest/source", sources, deadline))
     if target is not None:
+        if agreed.commit == "staged":
+            target = StagedTarget(target)
         own_target = target.manifest(rank, held.tensors)
         _publish_manifest(channel, own_target)
     if not is_idle:

@@ -106,9 +106,8 @@ class Resharder:
     Its methods are collective, `close` excepted. After an error it is broken; prepare a new one.
     """
 
-    def __init__(self, session: RefitSession, channel: ControlChannel, *, version: int = 0) -> None:
-        self._session, self._channel, self._version = session, channel, version
-        self._settled = False
+    def __init__(self, session: RefitSession, *, version: int = 0) -> None:
+        self._session, self._version = session, version
 
     @classmethod
     def prepare(
@@ -144,23 +143,17 @@ class Resharder:
         except BaseException:
             session.close()
             raise
-        return cls(session, channel)
+        return cls(session)
 
     def run(self) -> RefitReport | None:
         """Delivers what the sources hold now. The report, on rank 0; None on the others."""
-        self._settled = False
         report = self._session.run(self._version)
         self._version += 1
-        self._settled = True
         return report
 
     def close(self) -> None:
         """Ends the connections; a second call does nothing."""
         self._session.close()
-        # Rank 0 has heard from everyone that the last run is over. After a failure the cause stays for who comes late.
-        if self._settled and self._channel.rank == 0:
-            self._settled = False
-            self._channel.erase()
 
     def __enter__(self) -> Self:
         return self

@@ -26,6 +26,7 @@ from refit_transport.report import RankReport, RefitReport
 from refit_transport.scheduling.topology import Topology
 from refit_transport.sources.base import Source
 from refit_transport.targets.base import Target
+from refit_transport.targets.staged import StagedTarget
 from refit_transport.transports.base import Endpoint
 from refit_transport.verification import SAMPLED_SHARE, Atoms, Comparison, Findings, compare, compare_derived
 
@@ -33,8 +34,12 @@ from refit_transport.verification import SAMPLED_SHARE, Atoms, Comparison, Findi
 class RefitSession:
     """One rank's session. Every method is collective over all ranks of the refit.
 
-    Order for each version: `begin`, `transfer(version)`, `finish`. After an error the session is broken: what arrived
-    may be torn, and a new session must be prepared.
+    Order for each version: `begin`, `transfer(version)`, `finish`. A version is delivered to every target or to none:
+    no rank returns from the last of these calls before all targets have it complete. After an error the session is
+    broken, and a new one must be prepared. What the targets then hold:
+
+    - in place: after an error of `transfer`, nothing that may be used, before the next complete refit;
+    - staged: what they held before, whole, unless the error is one of `finish`.
     """
 
     def __init__(
@@ -53,11 +58,11 @@ class RefitSession:
         self._are_replicas_equal = False
         # Of all ranks about the last refit, on rank 0.
         self._reports: list[dict[str, Any]] = []
-        # What this rank published for the present attempt, last, and for the two before.
-        self._topics: deque[tuple[str, ...]] = deque(maxlen=3)
+        # What this rank published for the present attempt, last, and for the one before.
+        self._topics: deque[tuple[str, ...]] = deque(maxlen=2)
         self._began = 0.0
         self._state = "idle"
-        self.version = version
+        self.version = self._delivered = version
 
     @classmethod
     def prepare(
@@ -87,7 +92,7 @@ class RefitSession:
         """
         began = time.perf_counter()
         channel.claim()
-        with telling_others(channel):
+        with _closing_on_error(channel), telling_others(channel):
             channel.publish("version", version)
             if source is None and target is None and idle_ranks == "refused":
                 raise TransferError(channel.rank, -1, "prepare", "", "a rank needs a source or a target")
@@ -114,7 +119,7 @@ class RefitSession:
         return self._plan
 
     def begin(self) -> None:
-        """Opens a refit: from here until `finish` the target's weights are not to be used."""
+        """Opens a refit: in place, the target's weights are not to be used from here until after `finish`."""
         self._require("idle", "begin")
         self._began = time.perf_counter()
         self._seconds = {"plan": self._plan_seconds}
@@ -128,46 +133,75 @@ class RefitSession:
     def transfer(self, version: int) -> None:
         """Delivers the sources' present weights as `version`, and verifies them if the settings ask for it.
 
-        It returns when every rank has everything and every target could make use of it.
-
-        Ranks don't wait for each other before they send: that all mean the same version comes out in the vote, before
-        any target may serve it.
+        Nothing moves before all ranks have come and mean the same version. It returns when every rank has everything,
+        and in place, every target could make use of it. Staged, a target's old weights can be used meanwhile.
 
         Raises:
-            VersionError: `version` isn't above the last one, on any rank; nothing has moved, and a new refit may begin.
-            TransferError, DeadlineError, AgreementError, VerificationError: the session is broken.
+            VersionError: `version` isn't above the last one; nothing has moved, and a new refit may begin.
+            AgreementError: the ranks mean different versions; nothing has moved.
+            TransferError, DeadlineError, VerificationError: the session is broken.
         """
         self._require("open", "transfer")
         self._attempts += 1
-        deadline, agreement = Deadline(self._settings.timeout_s), f"the weight version/{self._attempts}"
-        announced = f"announced/{self._attempts}"
-        compared = (f"{topic}/{self._attempts}" for topic in ("checksums", "boxes", "replicas"))
-        self._topics.append((agreement, announced, *compared))
+        deadline = Deadline(self._settings.timeout_s)
+        self._topics.append(tuple(f"{topic}/{self._attempts}" for topic in ("checksums", "boxes", "replicas")))
         with self._guarded("transfer"):
-            self._channel.announce(announced, version)
+            with self._timed("agree"):
+                self._channel.agree(f"the weight version/{self._attempts}", str(version), deadline=deadline)
+            # Whoever has come here has seen the end of the attempt before, and so read all of it.
+            if len(self._topics) == self._topics.maxlen:
+                self._channel.forget(self._topics[0])
             if version > self.version:
                 self._deliver(version, deadline)
-                # Most ranks wait for the last one now, so there is time for it.
-                self._forget_oldest_topics()
-                with self._timed("agree"):
-                    report = asdict(self._rank_report())
-                    self._reports = self._channel.agree(agreement, str(version), deadline=deadline, report=report)
-            else:
-                self._forget_oldest_topics()
-                self._channel.require_equal(announced, "the weight version", deadline=deadline)
+                self._vote("what arrived", version, deadline)
         if version <= self.version:
             self._state = "idle"
             raise VersionError(version, self.version)
-        self._state, self.version = "delivered", version
+        self._state, self._delivered = "delivered", version
 
-    def _forget_oldest_topics(self) -> None:
-        """Whoever is at an attempt has seen all ranks at the end of the last one, so nobody reads of the one before."""
-        if len(self._topics) == self._topics.maxlen:
-            self._channel.forget(self._topics[0])
+    def finish(self) -> RefitReport | None:
+        """Closes the refit, which every rank has delivered. Rank 0 returns the report.
+
+        Staged, every target takes over what has arrived, and isn't to be used meanwhile; the call returns when all
+        have. Whoever doesn't return from it can't know what the others serve.
+
+        Raises:
+            TransferError, DeadlineError, VerificationError: only where it is staged; the session is broken.
+        """
+        self._require("delivered", "finish")
+        if self._settings.commit == "staged":
+            deadline = Deadline(self._settings.timeout_s)
+            with self._guarded("commit"):
+                self._take_over(self._delivered)
+                self._vote("what is served", self._delivered, deadline)
+        self._state, self.version = "idle", self._delivered
+        if self._summary is None:
+            return None
+        total = time.perf_counter() - self._began
+        parts = (self._rank_report(), *(RankReport(**part) for part in self._reports[1:]))
+        return RefitReport(self.version, total, self._summary, parts)
+
+    def _vote(self, what: str, version: int, deadline: Deadline) -> None:
+        """Returns when every rank has come this far with this version."""
+        with self._timed("agree"):
+            report = asdict(self._rank_report())
+            topic = f"{what}/{self._attempts}"
+            self._reports = self._channel.agree(topic, str(version), deadline=deadline, report=report)
+
+    def _take_over(self, version: int) -> None:
+        target = self._endpoint.target
+        if not isinstance(target, StagedTarget):
+            return
+        with self._spent.timing("load"):
+            target.apply()
+        if self._settings.verify != "off":
+            with self._timed("verify"):
+                target.check(version)
+                self._verify_derived(version)
 
     def _deliver(self, version: int, deadline: Deadline) -> None:
         target = self._endpoint.target
-        self._check_forms({} if target is None else target.buffers())
+        self._check_forms("target", {} if target is None else target.buffers())
         with self._timed("verify"):
             self._verify_replicas(deadline)
         for transport in self._plan.transports.values():
@@ -177,18 +211,9 @@ class RefitSession:
         if target is not None:
             with self._spent.timing("load"):
                 target.finish()
-        with self._timed("verify"):
-            self._verify_derived(version)
-
-    def finish(self) -> RefitReport | None:
-        """Closes the refit, which every rank has delivered. Rank 0 returns the report."""
-        self._require("delivered", "finish")
-        self._state = "idle"
-        if self._summary is None:
-            return None
-        total = time.perf_counter() - self._began
-        parts = (self._rank_report(), *(RankReport(**part) for part in self._reports[1:]))
-        return RefitReport(self.version, total, self._summary, parts)
+        if self._settings.commit == "in_place":
+            with self._timed("verify"):
+                self._verify_derived(version)
 
     def run(self, version: int) -> RefitReport | None:
         """`begin`, `transfer` and `finish` in one call, for ranks that no engine drives."""
@@ -207,7 +232,7 @@ class RefitSession:
         with self._guarded("compare"):
             verifier, target = self._plan.verifier, self._endpoint.target
             served = self._endpoint.served_binding()
-            self._check_forms({} if served is None else served.buffers)
+            self._check_forms("served", {} if served is None else served.buffers)
             chosen = verifier.atoms(0, share="full")
             own = self._compare(chosen, self._endpoint.source_binding(), served, topic, deadline)
             parts = [own.comparison(self.version, verifier.unverified)]
@@ -231,9 +256,10 @@ class RefitSession:
         return self.compare().require_equal()
 
     def close(self) -> None:
-        """Leaves the refit's group."""
+        """Leaves the refit's group; a second call does nothing."""
         self._state = "closed"
         self._fabric.close()
+        self._channel.close()
 
     def _verify_replicas(self, deadline: Deadline) -> None:
         """Once, before any byte moves: a tensor that several source ranks hold must have one value."""
@@ -284,20 +310,23 @@ class RefitSession:
     def _source_ranks(self) -> list[int]:
         return [ranked.rank for ranked in self._plan.job.source.ranks]
 
-    def _check_forms(self, target: Mapping[str, torch.Tensor]) -> None:
+    def _check_forms(self, role: Literal["target", "served"], target: Mapping[str, torch.Tensor]) -> None:
         """Storage may move between refits; with another dtype, shape or stride it isn't what the manifest describes."""
         source = self._endpoint.source
-        buffers = {"source": {} if source is None else source.buffers(), "target": target}
-        for role, tensors in buffers.items():
+        buffers: dict[str, Mapping[str, torch.Tensor]] = {
+            "source": {} if source is None else source.buffers(),
+            role: target,
+        }
+        for side, tensors in buffers.items():
             for name, tensor in tensors.items():
                 form = (tensor.dtype, tensor.shape, tensor.stride())
-                known = self._forms.setdefault((role, name), form)
+                known = self._forms.setdefault((side, name), form)
                 if form != known:
                     before, now = (
                         f"{dtype} {list(shape)} strides {list(stride)}" for dtype, shape, stride in (known, form)
                     )
                     raise LayoutError(name, self._channel.rank, f"{before}, as at the first refit", now)
-        check_apart(buffers["source"], buffers["target"], rank=self._channel.rank)
+        check_apart(buffers["source"], target, rank=self._channel.rank)
 
     def _rank_report(self) -> RankReport:
         spent, target = self._spent, self._endpoint.target
@@ -339,3 +368,12 @@ class RefitSession:
             self._state = "broken"
             self._fabric.close()
             raise TransferError(self._channel.rank, -1, phase, "", f"{type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def _closing_on_error(channel: ControlChannel) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        channel.close()
+        raise

@@ -11,11 +11,10 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
+from channels import open_channel
 from rank_pool import free_port
 
 from refit_transport.fabrics.rendezvous import ControlChannel
-
-HOST = "127.0.0.1"
 
 
 def run_forked(
@@ -71,11 +70,11 @@ def _serve(
     # The parent's OpenMP threads aren't there in a fork: torch must not ask for them.
     torch.set_num_threads(1)
     try:
-        if rank == 0:
-            channel = ControlChannel.listen(host=HOST, port=port, world_size=world_size, timeout_s=timeout_s)
-        else:
-            channel = ControlChannel.join(host=HOST, port=port, rank=rank, world_size=world_size, timeout_s=timeout_s)
+        channel = open_channel(rank, world_size=world_size, port=port, timeout_s=timeout_s)
         pipe.send((None, main(channel)))
+        # To end without leaving first is what a process does that dies.
+        if rank:
+            channel.close()
         # Rank 0 hosts the channel: it stays until the parent has every result.
         time.sleep(timeout_s if rank == 0 else 0.0)
     except BaseException as error:  # noqa: BLE001 - the boundary: whatever it was, the test must see it

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from channels import open_channel
 from megatron_export import export, largest_padding
 from megatron_ranks import start
 
 from refit_transport.config.settings import RefitSettings
-from refit_transport.fabrics.rendezvous import ControlChannel
 from refit_transport.layout.parallelism import MegatronParallelism
 from refit_transport.session import RefitSession
 from refit_transport.targets.module import DescribedTarget
@@ -59,7 +59,7 @@ def export_after_refits(
         if side == 1 and zero_centered:
             for chunk in worker._chunks:
                 chunk.config.layernorm_zero_centered_gamma = True
-        channel = _channel(rank, world_size, port)
+        channel = open_channel(rank, world_size=world_size, port=port)
         settings = RefitSettings(coverage="all", verify="full", timeout_s=60.0) if rank == 0 else None
         source = worker.source() if side == 0 else None
         target = DescribedTarget(worker.source()) if side == 1 else None
@@ -81,9 +81,3 @@ def export_after_refits(
         return found
     finally:
         worker.shutdown()
-
-
-def _channel(rank: int, world_size: int, port: int) -> ControlChannel:
-    if rank == 0:
-        return ControlChannel.listen(host="127.0.0.1", port=port, world_size=world_size, timeout_s=60.0)
-    return ControlChannel.join(host="127.0.0.1", port=port, rank=rank, world_size=world_size, timeout_s=60.0)

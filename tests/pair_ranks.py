@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from channels import open_channel
 from megatron_ranks import start
 
 from refit_transport.config.settings import RefitSettings
-from refit_transport.fabrics.rendezvous import ControlChannel
 from refit_transport.layout.manifest import RankManifest
 from refit_transport.layout.parallelism import MegatronParallelism
 from refit_transport.layout.presets.vllm import EngineParallelism
@@ -36,16 +36,15 @@ class Meeting:
 
     def prepare(self, rank: int, **sides: Any) -> RefitSession:
         ranks = tuple(range(self.sources + self.targets))
-        common: dict[str, Any] = {"host": "127.0.0.1", "port": self.port, "world_size": len(ranks)}
-        common["timeout_s"] = TIMEOUT_S
+        channel = open_channel(rank, world_size=len(ranks), port=self.port, timeout_s=TIMEOUT_S)
         if rank:
-            return RefitSession.prepare(ControlChannel.join(**common, rank=rank), **sides)
+            return RefitSession.prepare(channel, **sides)
         # Each side is a domain, so that what crosses between them goes over gloo.
         domains = (ranks[: self.sources], ranks[self.sources :])
         settings = RefitSettings(
             coverage="all", verify="full", fabric="gloo", domains=domains, bucket_bytes=1 << 16, timeout_s=TIMEOUT_S
         )
-        return RefitSession.prepare(ControlChannel.listen(**common), settings=settings, **sides)
+        return RefitSession.prepare(channel, settings=settings, **sides)
 
 
 @dataclass

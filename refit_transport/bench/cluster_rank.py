@@ -13,6 +13,7 @@ from refit_transport.config.settings import RefitSettings
 from refit_transport.errors import TransferError
 from refit_transport.fabrics.binding import Binding
 from refit_transport.fabrics.deadline import Deadline
+from refit_transport.fabrics.rendezvous import Meeting
 from refit_transport.layout.manifest import RankManifest
 from refit_transport.scheduling.topology import Topology
 from refit_transport.views import make_buffers
@@ -49,12 +50,12 @@ class ClusterRank(SessionRank):
         """Allocates the weights."""
         self._binding.addresses()
 
-    def prepare(self, name: str, host: str, port: int, settings: RefitSettings) -> Prepared:
+    def prepare(self, name: str, meeting: Meeting, settings: RefitSettings) -> Prepared:
         """Prepares the variant's session."""
         if settings.fabric == "gloo" and any(buffer.is_cuda for buffer in self._binding.buffers.values()):
             return Prepared(0.0, "the weights are in GPU memory, and gloo sends from host memory")
         try:
-            return Prepared(self.join(name, host, port, settings, binding=self._binding, node=self._node))
+            return Prepared(self.join(name, meeting, settings, binding=self._binding, node=self._node))
         except TransferError as error:
             if settings.fabric not in _OPTIONAL:
                 raise

@@ -134,8 +134,8 @@ class _Rounds:
         name = self.variant.name
         self.crew.call("trim", timeout_s=_CALL_SECONDS)
         before = self.crew.call("memory", timeout_s=_CALL_SECONDS)
-        port = self.crew.call("listen", name, timeout_s=_CALL_SECONDS, ranks=(0,))[0]
-        self._prepare_seconds = max(self.crew.call("prepare", name, port, timeout_s=_PREPARE_SECONDS))
+        meeting = self.crew.call("listen", name, timeout_s=_CALL_SECONDS, ranks=(0,))[0]
+        self._prepare_seconds = max(self.crew.call("prepare", name, meeting, timeout_s=_PREPARE_SECONDS))
         self._planned = self.crew.call("planned", name, timeout_s=_CALL_SECONDS, ranks=(0,))[0]
         self._refit(version)
         after = self.crew.call("memory", timeout_s=_CALL_SECONDS)

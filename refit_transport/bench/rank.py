@@ -14,6 +14,7 @@ from refit_transport.bench.cases import Case
 from refit_transport.bench.session_rank import Ran, SessionRank
 from refit_transport.bench.variants import Variant, settings_of
 from refit_transport.fabrics.binding import Binding
+from refit_transport.fabrics.rendezvous import Meeting
 from refit_transport.layout.manifest import Manifest, RankManifest
 from refit_transport.testing.oracle import HeldSide, box_of, coordinate_tensor
 
@@ -68,16 +69,16 @@ class LabRank(SessionRank):
                 bindings[id(sample)] = HeldSide.of(own).bindings[self.rank]
             self._held[name] = _Held(bindings[id(sample)], sample)
 
-    def listen(self, name: str) -> int:
-        """Rank 0 opens the variant's control channel; returns its port."""
+    def listen(self, name: str) -> Meeting:
+        """Rank 0 opens the variant's control channel; how the others join it."""
         return self.open_channel(name, self.case.wiring.address_of(0), 0)
 
-    def prepare(self, name: str, port: int) -> float:
+    def prepare(self, name: str, meeting: Meeting) -> float:
         """Prepares the variant's session; returns the seconds that it took."""
         wiring = self.case.wiring
         variant = next(variant for variant in self.case.variants if variant.name == name)
         settings = settings_of(variant, wiring)
-        return self.join(name, wiring.address_of(0), port, settings, binding=self._held[name].binding, node="")
+        return self.join(name, meeting, settings, binding=self._held[name].binding, node="")
 
     def fill(self, name: str, version: int) -> None:
         """Gives a source the values of a version; a target keeps those that it has."""

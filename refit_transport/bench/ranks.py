@@ -187,8 +187,8 @@ class _Rounds:
         self._call("trim")
         before = self._call("memory")
         host, port = self.ranks.address()
-        [port] = self._call("open_channel", name, host, port, ranks=(0,))
-        prepared: list[Prepared] = self.ranks.call("prepare", name, host, port, settings, timeout_s=3 * patience)
+        [meeting] = self._call("open_channel", name, host, port, ranks=(0,))
+        prepared: list[Prepared] = self.ranks.call("prepare", name, meeting, settings, timeout_s=3 * patience)
         if obstacle := next((found.obstacle for found in prepared if found.obstacle), ""):
             return obstacle
         self._prepare_seconds = max(found.seconds for found in prepared)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from refit_transport.config.settings import RefitSettings
 from refit_transport.fabrics.binding import Binding
-from refit_transport.fabrics.rendezvous import ControlChannel
+from refit_transport.fabrics.rendezvous import ControlChannel, Meeting
 from refit_transport.report import RankReport
 from refit_transport.scheduling.schedule import Traffic, total_traffic
 from refit_transport.session import RefitSession
@@ -48,20 +48,18 @@ class SessionRank:
         self.rank, self.world_size = rank, world_size
         self._joined: dict[str, Joined] = {}
 
-    def open_channel(self, name: str, host: str, port: int) -> int:
-        """Rank 0 opens a variant's control channel; returns its port (`port` 0: any free one)."""
-        channel = ControlChannel.listen(
-            host=host, port=port, world_size=self.world_size, timeout_s=_CONNECT_SECONDS
-        )  # fmt: skip
+    def open_channel(self, name: str, host: str, port: int) -> Meeting:
+        """Rank 0 opens a variant's control channel (`port` 0: on any free one); how the others join it."""
+        channel = ControlChannel.listen(host=host, port=port, world_size=self.world_size, timeout_s=_CONNECT_SECONDS)
         self._joined[name] = Joined(channel)
-        return channel.port
+        return channel.meeting
 
-    def join(self, name: str, host: str, port: int, settings: RefitSettings, *, binding: Binding, node: str) -> float:
+    def join(self, name: str, meeting: Meeting, settings: RefitSettings, *, binding: Binding, node: str) -> float:
         """Prepares a variant's session over these weights; returns the seconds that it took."""
         began = time.monotonic()
         if name not in self._joined:
             channel = ControlChannel.join(
-                host=host, port=port, rank=self.rank, world_size=self.world_size, timeout_s=_CONNECT_SECONDS
+                meeting, rank=self.rank, world_size=self.world_size, timeout_s=_CONNECT_SECONDS
             )
             self._joined[name] = Joined(channel)
         is_source = binding.manifest.role == "source"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -46,13 +46,18 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class RefitAddress:
-    """Where a refit's rank 0 listens, and this engine's place in it; the fields of the vLLM engine's init info."""
+    """Where a refit's rank 0 listens, and this group's place in it; the fields of the vLLM engine's init info.
+
+    `secret` is the session's; `incarnation` tells a restarted group from the one before.
+    """
 
     host: str
     port: int
     first_rank: int
     world_size: int
     timeout_s: float
+    secret: str = field(repr=False)
+    incarnation: int = 0
 
 
 class GenerationWorker:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from refit_transport.cluster.generation import RefitAddress
 from refit_transport.cluster.rl_training import RLPolicyWorker
 from refit_transport.config.settings import RefitSettings
 from refit_transport.errors import TransferError
-from refit_transport.fabrics.rendezvous import ControlChannel
+from refit_transport.fabrics.rendezvous import ControlChannel, Meeting
 from refit_transport.report import RefitReport
 from refit_transport.session import RefitSession
 from refit_transport.verification import Comparison
@@ -24,10 +25,20 @@ class PolicyWorker(RLPolicyWorker):
         self._session: RefitSession | None = None
         self._version = -1
 
-    def open_refit(self, *, host: str, port: int, world_size: int, timeout_s: float) -> int:
-        """Rank 0 only: listens for the refit's other ranks; returns the port (`port` 0: any free one)."""
-        self._channel = ControlChannel.listen(host=host, port=port, world_size=world_size, timeout_s=timeout_s)
-        return self._channel.port
+    def open_refit(self, address: RefitAddress, incarnations: Mapping[int, int]) -> int:
+        """Rank 0 only: listens for the refit's other ranks; returns the port (`address.port` 0: any free one).
+
+        `incarnations`: of the workers that belong to the refit, by refit rank.
+        """
+        self._channel = ControlChannel.listen(
+            host=address.host,
+            port=address.port,
+            world_size=address.world_size,
+            timeout_s=address.timeout_s,
+            secret=address.secret,
+            incarnations=incarnations,
+        )
+        return self._channel.meeting.port
 
     def join_refit(self, address: RefitAddress, settings: RefitSettings) -> None:
         """Joins and plans the refit; collective over all its ranks. Rank 0's settings are those of all."""
@@ -35,11 +46,11 @@ class PolicyWorker(RLPolicyWorker):
         channel = self._channel
         if self.rank != 0 or channel is None:
             channel = ControlChannel.join(
-                host=address.host,
-                port=address.port,
+                Meeting(address.host, address.port, address.secret),
                 rank=self.rank,
                 world_size=address.world_size,
                 timeout_s=address.timeout_s,
+                incarnation=address.incarnation,
             )
         self._session = RefitSession.prepare(
             channel,

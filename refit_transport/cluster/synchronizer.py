@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from refit_transport.cluster.generation import RefitAddress
 from refit_transport.cluster.network import PortRange
-from refit_transport.cluster.workers import Pending, WorkerGroup, collect
+from refit_transport.cluster.workers import WorkerGroup, collect
 from refit_transport.config.settings import RefitSettings
+from refit_transport.fabrics.secret import Secret
 from refit_transport.report import RefitReport
 from refit_transport.verification import Comparison
 
@@ -49,17 +51,14 @@ class RefitSynchronizer:
         world_size = self._policy.count + sum(self._engine_ranks)
         if not self._ports.low:
             port = 0  # whoever listens finds a free one itself, and nobody else can take it in between
-        opened = self._policy.start_one(
-            0, "open_refit", host=host, port=port, world_size=world_size, timeout_s=self._settings.timeout_s
-        )
+        wanted = RefitAddress(host, port, 0, world_size, self._settings.timeout_s, Secret.new().text)
+        opened = self._policy.start_one(0, "open_refit", address=wanted, incarnations={})
         [found] = collect([opened], timeout_s=self._patience_s)
+        address = replace(wanted, port=int(found[0]))
+        pending = [self._policy.start("join_refit", address, self._settings)]
         first_rank = self._policy.count
-        pending: list[Pending] = []
-        address = RefitAddress(host, int(found[0]), 0, world_size, self._settings.timeout_s)
-        pending.append(self._policy.start("join_refit", address, self._settings))
         for engine, ranks in zip(self._engines, self._engine_ranks, strict=True):
-            own = RefitAddress(host, address.port, first_rank, world_size, self._settings.timeout_s)
-            pending.append(engine.start("join_refit", own))
+            pending.append(engine.start("join_refit", replace(address, first_rank=first_rank)))
             first_rank += ranks
         collect(pending, timeout_s=self._join_patience_s)
         self._prepared = True

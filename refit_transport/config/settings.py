@@ -10,6 +10,7 @@ from refit_transport.planning.routing import Coverage, RouteRule
 from refit_transport.scheduling.broadcast import ChainKind
 from refit_transport.scheduling.scheduler import PassName
 
+Commit = Literal["in_place", "staged"]
 Verify = Literal["off", "sample", "full"]
 SharedMemory = Literal["auto", "off"]
 Nics = Literal["auto", "domain", "rank"]
@@ -35,6 +36,8 @@ class RefitSettings:
     bucket_bytes: size of one payload at most. staging_bytes: payload slots and staging of one rank at most.
     timeout_s: the deadline of every phase, in seconds.
     verify: whether what the targets hold is compared with the sources before a refit ends.
+    commit: "in_place" writes into the weights, which nobody may use until the refit is complete; "staged" receives
+        beside them, in memory of the same size, and takes over when every rank has everything.
     """
 
     transport: str = "nccl_reshard"
@@ -51,6 +54,7 @@ class RefitSettings:
     staging_bytes: int = 16 * MIB
     timeout_s: float = 300.0
     verify: Verify = "off"
+    commit: Commit = "in_place"
 
     def to_json(self) -> dict[str, Any]:
         """A plain value for the control channel."""

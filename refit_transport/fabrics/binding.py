@@ -11,8 +11,9 @@ import torch
 
 from refit_transport.errors import LayoutError
 from refit_transport.layout.box import Box
+from refit_transport.layout.canonical import canonical_name
 from refit_transport.layout.manifest import Piece, RankManifest
-from refit_transport.views import piece_view, torch_dtype
+from refit_transport.views import box_view, piece_view, torch_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,16 @@ class Binding:
         if sum(part.box.numel for part in parts) < box.numel:
             raise LayoutError(tensor, self.manifest.rank, f"a rank that holds {box}", "one that holds less")
         return parts
+
+    def take(self, name: str, whole: torch.Tensor) -> None:
+        """Copies what this rank's pieces hold of a checkpoint tensor, by its checkpoint name, from the whole of it."""
+        found = canonical_name(name)
+        for piece in self._pieces.get(found.tensor, ()):
+            if found.expert is None:
+                self._view(piece).copy_(box_view(whole, Box.full(whole.shape), piece.box))
+            elif (own := piece.box.spans[0]).start <= found.expert < own.stop:
+                part = box_view(whole, Box.full(whole.shape), Box(piece.box.spans[1:]))
+                self._view(piece)[found.expert - own.start].copy_(part)
 
     def addresses(self) -> tuple[int, ...]:
         """Where the buffers lie; when it changes, programs bound to them are void."""

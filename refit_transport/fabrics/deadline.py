@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswer
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -37,7 +36,7 @@ class Deadline:
 
 
 class DeadlineCaller:
-    """Runs calls that know no deadline of their own, such as requests to a TCPStore whose host has stopped.
+    """Runs calls that know no deadline of their own, such as connecting a process group.
 
     They run one after the other in a thread, which doesn't keep the process alive. A call that isn't back in time is
     left behind there; later ones are refused at once.
@@ -57,17 +56,6 @@ class DeadlineCaller:
         """
         if self._lost:
             raise TimeoutError(self._lost)
-        answer = self.start(function, *arguments)
-        try:
-            return answer.result(timeout_s)
-        except NoAnswer:
-            if answer.done():
-                raise
-            self._lost = f"no answer within {timeout_s:g} s"
-            raise TimeoutError(self._lost) from None
-
-    def start(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
-        """Runs the function after the calls so far; its result or error, once there is one."""
         answer: Future[T] = Future()
 
         def run() -> None:
@@ -77,16 +65,13 @@ class DeadlineCaller:
                 answer.set_exception(error)
 
         self._calls.put(run)
-        return answer
-
-    def post(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Runs the function after the calls so far, without waiting for it; its errors are of no interest."""
-
-        def run() -> None:
-            with suppress(RuntimeError):
-                function(*arguments)
-
-        self._calls.put(run)
+        try:
+            return answer.result(timeout_s)
+        except NoAnswer:
+            if answer.done():
+                raise
+            self._lost = f"no answer within {timeout_s:g} s"
+            raise TimeoutError(self._lost) from None
 
 
 def _serve(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:

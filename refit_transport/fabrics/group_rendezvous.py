@@ -1,9 +1,10 @@
-"""A control channel in the store of a torch process group, which has nothing else to do for it."""
+"""A control channel among the ranks of a torch process group, whose store tells them where to meet."""
 
 from __future__ import annotations
 
+import json
 import socket
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -11,7 +12,8 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 
 from refit_transport.errors import TransferError
 from refit_transport.fabrics.deadline import DeadlineCaller
-from refit_transport.fabrics.rendezvous import ControlChannel
+from refit_transport.fabrics.gloo import address_toward
+from refit_transport.fabrics.rendezvous import ControlChannel, Meeting
 
 _NAME_SPACE = "refit_transport"
 
@@ -28,33 +30,41 @@ class GroupChannel:
 
 
 def join_group(group: dist.ProcessGroup, *, timeout_s: float) -> GroupChannel:
-    """Opens a fresh channel among the ranks of `group`; returns at once, and never communicates over the group.
+    """Opens a fresh channel among the ranks of `group`; never communicates over the group.
 
     The n-th call on one rank meets the n-th call on every other. Each rank counts in the store itself, so the count
-    begins anew with each group. The store outlives a failed rank's channel, so a rank that comes late still finds the
-    cause.
+    begins anew with each group. Who can read the group's store can take part.
 
     Raises:
-        TransferError: this process isn't in the group, or the group's store doesn't answer within `timeout_s`.
+        TransferError: this process isn't in the group, or its rank 0 didn't come to this call within `timeout_s`.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if rank < 0:
         raise TransferError(dist.get_rank(), -1, "rendezvous", "", "this process isn't in the given process group")
     shared = _get_process_group_store(group)
     try:
-        store = DeadlineCaller().call(_open, shared, rank, timeout_s=timeout_s)
+        channel = DeadlineCaller().call(_open, shared, rank, size, timeout_s, timeout_s=timeout_s)
     except (TimeoutError, RuntimeError) as error:
-        reason = f"the process group's store doesn't answer: {str(error).splitlines()[0]}"
-        raise TransferError(rank, -1, "rendezvous", "", reason) from error
-    where = "in the process group's store"
-    channel = ControlChannel(store, host=_host(shared), rank=rank, world_size=size, timeout_s=timeout_s, where=where)
+        reason = f"rank 0 of the process group left no address in its store: {str(error).splitlines()[0]}"
+        raise TransferError(rank, 0, "rendezvous", "", reason) from error
     return GroupChannel(channel, tuple(dist.get_process_group_ranks(group)))
 
 
-def _open(shared: Store, rank: int) -> Store:
+def _open(shared: Store, rank: int, size: int, timeout_s: float) -> ControlChannel:
     # Over the group's connection: TCPStore answers a new one within milliseconds or, now and then, in 5 s.
     own = PrefixStore(_NAME_SPACE, shared)
-    return PrefixStore(f"call {own.add(f'calls of {rank}', 1)}", own)
+    call = PrefixStore(f"call {own.add(f'calls of {rank}', 1)}", own)
+    if rank == 0:
+        host = address_toward(_host(shared))
+        channel = ControlChannel.listen(host=host, port=0, world_size=size, timeout_s=timeout_s)
+        if size > 1:
+            call.set("meeting", json.dumps(asdict(channel.meeting)))
+        return channel
+    meeting = Meeting(**json.loads(call.get("meeting")))
+    if call.add("readers", 1) == size - 1:
+        call.delete_key("meeting")
+        call.delete_key("readers")
+    return ControlChannel.join(meeting, rank=rank, world_size=size, timeout_s=timeout_s)
 
 
 def _host(store: Store) -> str:

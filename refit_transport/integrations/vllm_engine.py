@@ -8,7 +8,7 @@ Select it with `WeightTransferConfig(backend="refit_transport")`; `init_weight_t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -19,7 +19,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from refit_transport.errors import TransferError
-from refit_transport.fabrics.rendezvous import ControlChannel
+from refit_transport.fabrics.rendezvous import ControlChannel, Meeting
 from refit_transport.session import RefitSession
 from refit_transport.targets.base import Target
 from refit_transport.targets.joined import JoinedTarget
@@ -31,16 +31,19 @@ from refit_transport.verification import Comparison
 class RefitInitInfo(WeightTransferInitInfo):
     """Where the refit's rank 0 listens, and who this engine is.
 
-    first_rank: the refit rank of this engine's first vLLM rank. world_size: of the refit, both
-    sides. timeout_s: seconds until a silent peer is an error. node: this rank's node in the cluster, if anybody knows
-    it; it tells which ranks are near where host names don't.
+    first_rank: the refit rank of this engine's first vLLM rank. world_size: of the refit, both sides. secret: of the
+    session, from whoever opened it. timeout_s: seconds until a silent peer is an error. incarnation: of this engine,
+    where whoever opened the session counts them. node: this rank's node in the cluster, if anybody knows it; it tells
+    which ranks are near where host names don't.
     """
 
     host: str
     port: int
     first_rank: int
     world_size: int
+    secret: str = field(repr=False)
     timeout_s: float = 300.0
+    incarnation: int = 0
     node: str = ""
 
 
@@ -82,11 +85,11 @@ class RefitTransportEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo])
         self.shutdown()
         parallel = self.parallel_config
         channel = ControlChannel.join(
-            host=init_info.host,
-            port=init_info.port,
+            Meeting(init_info.host, init_info.port, init_info.secret),
             rank=init_info.first_rank + parallel.data_parallel_index * parallel.world_size + parallel.rank,
             world_size=init_info.world_size,
             timeout_s=init_info.timeout_s,
+            incarnation=init_info.incarnation,
         )
         self._session = RefitSession.prepare(channel, target=self._target, version=self._version, node=init_info.node)
 

@@ -9,9 +9,7 @@ import torch
 from refit_transport.checksum import Derived
 from refit_transport.errors import LayoutError
 from refit_transport.fabrics.binding import Binding
-from refit_transport.layout.canonical import canonical_name
 from refit_transport.layout.manifest import Opaque, RankManifest, TensorSpec
-from refit_transport.testing.oracle import box_of
 
 
 class HeldSource:
@@ -67,10 +65,7 @@ class HeldTarget:
         """Copies each checkpoint tensor's part of every piece."""
         for name, tensor in weights:
             self.loaded.append(name)
-            found = canonical_name(name)
-            for index, piece in enumerate(self._binding.manifest.pieces):
-                if piece.tensor == found.tensor:
-                    self._copy(index, tensor, found.expert)
+            self._binding.take(name, tensor)
 
     def finish(self) -> None:
         """Recorded."""
@@ -83,10 +78,3 @@ class HeldTarget:
     def derived(self) -> Iterator[Derived]:
         """None."""
         return iter(())
-
-    def _copy(self, index: int, tensor: torch.Tensor, expert: int | None) -> None:
-        box, view = self._binding.manifest.pieces[index].box, self._binding.view(index)
-        if expert is None:
-            view.copy_(box_of(tensor, box.offset, box.shape))
-        elif box.spans[0].start <= expert < box.spans[0].stop:
-            view[expert - box.spans[0].start].copy_(box_of(tensor, box.offset[1:], box.shape[1:]))

@@ -27,9 +27,7 @@ def run_ranks(world_size: int, main: Callable[[ControlChannel], T], *, timeout_s
         try:
             channel = first
             if rank:
-                channel = ControlChannel.join(
-                    host=host, port=first.port, rank=rank, world_size=world_size, timeout_s=timeout_s
-                )
+                channel = ControlChannel.join(first.meeting, rank=rank, world_size=world_size, timeout_s=timeout_s)
             results[rank] = main(channel)
         except BaseException as error:  # noqa: BLE001  # handed to the caller below
             errors[rank] = error

@@ -151,4 +151,4 @@ def test_a_silent_peer_ends_the_run_within_the_deadline(shared_memory):
 def test_a_taken_port_is_one_clear_error():
     holder = ControlChannel.listen(host="127.0.0.1", port=0, world_size=1, timeout_s=5.0)
     with pytest.raises(TransferError, match=r"can't listen on 127.0.0.1:\d+:"):
-        ControlChannel.listen(host="127.0.0.1", port=holder.port, world_size=1, timeout_s=5.0)
+        ControlChannel.listen(host="127.0.0.1", port=holder.meeting.port, world_size=1, timeout_s=5.0)

@@ -15,16 +15,16 @@ import pytest
 
 from refit_transport.errors import AgreementError, TransferError
 from refit_transport.fabrics.deadline import Deadline, DeadlineCaller
-from refit_transport.fabrics.rendezvous import ControlChannel
+from refit_transport.fabrics.rendezvous import ControlChannel, Meeting
 from refit_transport.testing.threads import run_ranks
 
 TIMEOUT_S = 1.0
 HOST = """
 import time
-from refit_transport.fabrics.rendezvous import ControlChannel
-channel = ControlChannel.listen(host="127.0.0.1", port=0, world_size=2, timeout_s=1.0)
+from refit_transport.fabrics.rendezvous import ControlChannel, Meeting
+channel = ControlChannel.listen(host="127.0.0.1", port=0, world_size=9, timeout_s=1.0, secret="s")
 channel.publish("topic", 5)
-print(channel.port, flush=True)
+print(channel.meeting.port, flush=True)
 time.sleep(60)
 """
 
@@ -48,8 +48,8 @@ def host() -> Iterator[tuple[subprocess.Popen[str], dict[str, ControlChannel]]]:
     try:
         port = int(process.stdout.readline())
         channels = {
-            name: ControlChannel.join(host="127.0.0.1", port=port, rank=1, world_size=2, timeout_s=TIMEOUT_S)
-            for name in CALLS
+            name: ControlChannel.join(Meeting("127.0.0.1", port, "s"), rank=rank, world_size=9, timeout_s=TIMEOUT_S)
+            for rank, name in enumerate(CALLS, 1)
         }
         assert channels["collect"].collect("topic", (0,), deadline=Deadline(10.0)) == [5]
         yield process, channels
@@ -88,19 +88,6 @@ def test_a_rank_without_an_opinion_goes_along() -> None:
             channel.agree("b/0", {0: "x", 2: "y"}.get(channel.rank), deadline=deadline)
 
     run_ranks(4, rank_main)
-
-
-def test_an_erased_channel_holds_nothing_of_any_rank() -> None:
-    def rank_main(channel: ControlChannel) -> None:
-        channel.publish("topic", 1)
-        channel.agree("published/0", "", deadline=Deadline(10.0))
-        channel.publish("report", "")
-        if channel.rank == 0:
-            channel.collect("report", range(2), deadline=Deadline(10.0))
-            channel.erase()
-            assert channel.group_store("").list_keys() == []  # type: ignore[attr-defined]
-
-    run_ranks(2, rank_main)
 
 
 def test_a_call_that_comes_back_gives_its_result_or_its_error() -> None:

@@ -190,7 +190,7 @@ def test_the_control_channel_does_not_grow_with_the_number_of_refits():
         for version in range(1, 7):
             session.run(version)
             channel.agree(f"counted/{version}", "", deadline=Deadline(20.0))
-            keys.append(channel._store.num_keys())
+            keys.append(channel.kept())
             channel.agree(f"next/{version}", "", deadline=Deadline(20.0))
             channel.forget([f"counted/{version - 1}", f"next/{version - 1}"])
         return keys

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from channels import open_channel
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -29,7 +30,6 @@ from vllm_models import Model, State, differing, kept, prepare_process
 from vllm_refits import PARTS, RANK, WORLD, cut_of, write_checkpoint
 
 from refit_transport.config.settings import RefitSettings
-from refit_transport.fabrics.rendezvous import ControlChannel
 from refit_transport.session import RefitSession
 from refit_transport.sources.dtensor import StateDictSource
 from refit_transport.targets.vllm import VllmTarget
@@ -143,11 +143,9 @@ def run(kind: str, folder: Path, ports: Iterator[int]) -> dict[str, Any]:
 
 
 def prepare(source: StateDictSource, target: VllmTarget, port: int, settings: dict[str, Any]) -> RefitSession:
-    common: dict[str, Any] = {"host": "127.0.0.1", "port": port, "world_size": WORLD, "timeout_s": 60.0}
-    if RANK == 0:
-        channel, agreed = ControlChannel.listen(**common), RefitSettings(verify="full", timeout_s=60.0, **settings)
-        return RefitSession.prepare(channel, settings=agreed, source=source, target=target)
-    return RefitSession.prepare(ControlChannel.join(**common, rank=RANK), source=source, target=target)
+    agreed = RefitSettings(verify="full", timeout_s=60.0, **settings) if RANK == 0 else None
+    channel = open_channel(RANK, world_size=WORLD, port=port)
+    return RefitSession.prepare(channel, settings=agreed, source=source, target=target)
 
 
 def main() -> None:

@@ -19,17 +19,17 @@ import torch
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 PORTS = [*map(int, os.environ["CHANNEL_PORTS"].split(","))]
-WHERE = {"host": "127.0.0.1", "port": PORTS[0], "world_size": WORLD, "timeout_s": 240.0}
+TIMEOUT_S = 240.0
 
 
 def train(checkpoints: Path) -> dict[str, Any]:
+    from channels import open_channel
     from megatron_described import drafting_model, parallel_state
 
     from refit_transport.cluster.megatron_cpu import tied_embeddings_stay_on_cpu
     from refit_transport.cluster.megatron_model import keep_router_biases_wide, load_checkpoint
     from refit_transport.config.checkpoint_config import read_config
     from refit_transport.config.settings import RefitSettings
-    from refit_transport.fabrics.rendezvous import ControlChannel
     from refit_transport.layout.parallelism import MegatronParallelism
     from refit_transport.layout.presets.model import LogicalModel
     from refit_transport.session import RefitSession
@@ -46,7 +46,7 @@ def train(checkpoints: Path) -> dict[str, Any]:
         keep_router_biases_wide([chunk])
         source = MegatronSource([chunk], model)
         settings = RefitSettings(coverage="all", verify="full", timeout_s=240.0)
-        channel = ControlChannel.listen(**WHERE) if RANK == 0 else ControlChannel.join(**WHERE, rank=RANK)
+        channel = open_channel(RANK, world_size=WORLD, port=PORTS[0], timeout_s=TIMEOUT_S)
         session = RefitSession.prepare(channel, settings=settings if RANK == 0 else None, source=source)
         reports = []
         for version, name in enumerate("bab"):
@@ -58,6 +58,7 @@ def train(checkpoints: Path) -> dict[str, Any]:
 
 def generate(checkpoints: Path, *, drafts: bool) -> dict[str, Any]:
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    from channels import HOST, SECRET
     from vllm.config import WeightTransferConfig
     from vllm_cases import Case, Engine
     from vllm_engine_refits import MTP, drafter_of, tensors
@@ -79,7 +80,7 @@ def generate(checkpoints: Path, *, drafts: bool) -> dict[str, Any]:
         )
         wanted[name] = tensors(engine)
     call = engine.llm.collective_rpc
-    where = {key: WHERE[key] for key in ("host", "port", "world_size", "timeout_s")}
+    where = {"host": HOST, "port": PORTS[0], "world_size": WORLD, "timeout_s": TIMEOUT_S, "secret": SECRET}
     call("init_weight_transfer_engine", args=({**where, "first_rank": WORLD - 1},))
     found: dict[str, Any] = {
         "drafter": drafter_of(engine) is not None,

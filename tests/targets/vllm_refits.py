@@ -22,6 +22,7 @@ from typing import Any, Literal
 import torch
 import transformers
 import vllm._custom_ops
+from channels import open_channel
 from safetensors.torch import load_file, save_file
 from small_models import SMALL, vllm_sizes
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,7 +30,6 @@ from torch.distributed.tensor import DTensor, Shard
 from vllm_models import Model, State, differing, prepare_process, tails
 
 from refit_transport.config.settings import RefitSettings
-from refit_transport.fabrics.rendezvous import ControlChannel
 from refit_transport.layout.canonical import checkpoint_entries
 from refit_transport.layout.manifest import TensorSpec
 from refit_transport.layout.presets.model import LogicalModel, LogicalTensor
@@ -188,11 +188,8 @@ def run(kind: str, folder: Path, port: int, spread: Spread) -> dict[str, Any]:
 def prepare(source: StateDictSource, target: Target, port: int) -> RefitSession:
     coverage: Any = os.environ.get("COVERAGE", "all")
     settings = RefitSettings(coverage=coverage, verify="full", bucket_bytes=1 << 16, timeout_s=60.0)
-    common: dict[str, Any] = {"host": "127.0.0.1", "port": port, "world_size": WORLD, "timeout_s": 60.0}
-    if RANK == 0:
-        channel = ControlChannel.listen(**common)
-        return RefitSession.prepare(channel, settings=settings, source=source, target=target)
-    return RefitSession.prepare(ControlChannel.join(**common, rank=RANK), source=source, target=target)
+    channel = open_channel(RANK, world_size=WORLD, port=port)
+    return RefitSession.prepare(channel, settings=settings if RANK == 0 else None, source=source, target=target)
 
 
 def main() -> None:

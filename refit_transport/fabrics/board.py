@@ -1,0 +1,287 @@
+"""What the ranks of one session leave for each other, and whom it answers when: no sockets, no clock of its own."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, Protocol
+
+from refit_transport.errors import DeadlineError
+from refit_transport.fabrics.frames import Frame, FrameError
+
+# What was answered in time is swept out of the expiries when so many are there.
+_CROWDED = 1024
+
+
+class Caller(Protocol):
+    """One connection of a rank. Its requests come one after the other, each after the answer to the last."""
+
+    rank: int
+    host: str
+
+    def answer(self, header: dict[str, Any], parts: Sequence[bytes] = ()) -> None:
+        """Sends the answer to the caller's request; nothing when it is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    caller: Caller
+    header: dict[str, Any]
+    parts: tuple[bytes, ...]
+    now: float
+
+
+@dataclass(eq=False, slots=True)
+class _Wait:
+    """A caller that waits for keys."""
+
+    caller: Caller
+    keys: tuple[str, ...]
+    missing: set[str]
+    is_open: bool = True
+
+
+@dataclass(eq=False, slots=True)
+class _Vote:
+    caller: Caller
+    value: str | None
+    report: bytes
+
+
+@dataclass(eq=False, slots=True)
+class _Ballot:
+    """One agreement: the votes so far, by rank."""
+
+    what: str
+    votes: dict[int, _Vote] = field(default_factory=dict)
+
+
+class Board:
+    """Values by key, agreements, and the first failure that any rank told or suffered.
+
+    A failure answers everybody who waits and everybody who asks for something that others must still bring: a session
+    has one, and then it is over. Times are in seconds of any clock that never goes back.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.failure: dict[str, Any] | None = None
+        self._values: dict[str, bytes] = {}
+        self._waiting: dict[str, list[_Wait]] = {}
+        self._ballots: dict[str, _Ballot] = {}
+        self._left: dict[int, str] = {}
+        self._expiries: list[tuple[float, int, _Wait | tuple[_Ballot, int, float]]] = []
+        self._order, self._crowded = count(), _CROWDED
+        self._requests: dict[str, Callable[[_Request], None]] = {
+            "set": self._on_set,
+            "get": self._on_get,
+            "check": self._on_check,
+            "add": self._on_add,
+            "exchange": self._on_exchange,
+            "delete": self._on_delete,
+            "count": self._on_count,
+            "forget": self._on_forget,
+            "vote": self._on_vote,
+            "fail": self._on_fail,
+            "failure": self._on_failure,
+        }
+
+    def request(self, caller: Caller, frame: Frame, now: float) -> None:
+        """Does what a rank asks, and answers it and whoever has waited for it.
+
+        Raises:
+            FrameError: it isn't a request.
+        """
+        try:
+            self._requests[frame.header["op"]](_Request(caller, frame.header, frame.parts, now))
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise FrameError("garbage", f"a request that can't be understood: {error!r}") from error
+
+    def next_expiry(self) -> float | None:
+        """When somebody's patience ends next."""
+        return self._expiries[0][0] if self._expiries else None
+
+    def expire(self, now: float) -> None:
+        """Answers those whose patience has ended."""
+        while self._expiries and self._expiries[0][0] <= now:
+            _, _, waited = heapq.heappop(self._expiries)
+            if isinstance(waited, _Wait):
+                if waited.is_open:
+                    self._close(waited)
+                    waited.caller.answer({"late": [key for key in waited.keys if key in waited.missing]})
+            else:
+                self._expire_ballot(*waited)
+
+    def leave(self, rank: int, how: str) -> None:
+        """A rank has gone: what others have still to hear of it will never come."""
+        self._left.setdefault(rank, how)
+        for ballot in list(self._ballots.values()):
+            if rank not in ballot.votes:
+                self.fail(rank, "", self._left[rank])
+
+    def fail(self, rank: int, host: str, reason: str) -> None:
+        """Keeps the first cause, and answers everybody who waits with it."""
+        if self.failure is not None:
+            return
+        self.failure = {"rank": rank, "host": host, "reason": reason}
+        for waits in list(self._waiting.values()):
+            for wait in list(waits):
+                if wait.is_open:
+                    self._close(wait)
+                    wait.caller.answer({"failure": self.failure})
+        for ballot in self._ballots.values():
+            for vote in ballot.votes.values():
+                vote.caller.answer({"failure": self.failure})
+        self._ballots.clear()
+
+    def _on_set(self, asked: _Request) -> None:
+        keys = _texts(asked.header["keys"])
+        if len(keys) != len(asked.parts):
+            raise ValueError("keys and values differ in number")
+        for key, value in zip(keys, asked.parts, strict=True):
+            self._put(key, value)
+        asked.caller.answer({})
+
+    def _on_get(self, asked: _Request) -> None:
+        keys = _texts(asked.header["keys"])
+        missing = {key for key in keys if key not in self._values}
+        if not missing:
+            self._give(asked.caller, keys)
+        elif self.failure is not None:
+            asked.caller.answer({"failure": self.failure})
+        else:
+            wait = _Wait(asked.caller, keys, missing)
+            for key in missing:
+                self._waiting.setdefault(key, []).append(wait)
+            self._expire_at(asked.now + float(asked.header["patience"]), wait)
+
+    def _on_check(self, asked: _Request) -> None:
+        asked.caller.answer({"there": [key in self._values for key in _texts(asked.header["keys"])]})
+
+    def _on_add(self, asked: _Request) -> None:
+        key = str(asked.header["key"])
+        total = int(self._values.get(key, b"0")) + int(asked.header["amount"])
+        self._put(key, str(total).encode())
+        asked.caller.answer({"total": total})
+
+    def _on_exchange(self, asked: _Request) -> None:
+        """torch's compare_set: an empty expectation means that there is no value yet."""
+        key, (expected, desired) = str(asked.header["key"]), asked.parts
+        held = self._values.get(key)
+        if held == expected or (held is None and not expected):
+            self._put(key, desired)
+            held = desired
+        asked.caller.answer({}, (expected if held is None else held,))
+
+    def _on_delete(self, asked: _Request) -> None:
+        found = [self._values.pop(key, None) is not None for key in _texts(asked.header["keys"])]
+        asked.caller.answer({"count": sum(found)})
+
+    def _on_count(self, asked: _Request) -> None:
+        asked.caller.answer({"count": len(self._values)})
+
+    def _on_forget(self, asked: _Request) -> None:
+        """`delete` without an answer."""
+        for key in _texts(asked.header["keys"]):
+            self._values.pop(key, None)
+
+    def _on_vote(self, asked: _Request) -> None:
+        what, value = str(asked.header["what"]), asked.header["value"]
+        if not isinstance(value, str | None):
+            raise TypeError("a vote is a text or nothing")
+        gone = self._left.keys() - (self._ballots[what].votes.keys() if what in self._ballots else set())
+        if self.failure is None and gone:
+            first = min(gone)
+            self.fail(first, "", self._left[first])
+        if self.failure is not None:
+            asked.caller.answer({"failure": self.failure})
+            return
+        ballot = self._ballots.setdefault(what, _Ballot(what))
+        ballot.votes[asked.caller.rank] = _Vote(asked.caller, value, asked.parts[0])
+        if len(ballot.votes) == self.world_size:
+            del self._ballots[what]
+            self._decide(ballot)
+        else:
+            patience = float(asked.header["patience"])
+            self._expire_at(asked.now + patience, (ballot, asked.caller.rank, patience))
+
+    def _on_fail(self, asked: _Request) -> None:
+        self.fail(asked.caller.rank, asked.caller.host, str(asked.header["reason"]))
+        asked.caller.answer({"failure": self.failure})
+
+    def _on_failure(self, asked: _Request) -> None:
+        """Whether there is one is known without a wait."""
+        asked.caller.answer({"failure": self.failure})
+
+    def _decide(self, ballot: _Ballot) -> None:
+        """All have voted. Rank 0, which may end the session with the answer, gets it last."""
+        groups = vote_groups([ballot.votes[rank].value for rank in range(self.world_size)])
+        answer = {"groups": groups} if len(groups) > 1 else {"agreed": True}
+        for rank in range(self.world_size - 1, 0, -1):
+            ballot.votes[rank].caller.answer(answer)
+        ballot.votes[0].caller.answer(answer, [ballot.votes[rank].report for rank in range(self.world_size)])
+
+    def _expire_ballot(self, ballot: _Ballot, rank: int, seconds: float) -> None:
+        """Who gives up first ends the agreement for all, so that nobody can agree to what another has given up."""
+        if self._ballots.get(ballot.what) is not ballot:
+            return
+        missing = [other for other in range(self.world_size) if other not in ballot.votes]
+        vote = ballot.votes.pop(rank)
+        topic = f"agree/{ballot.what}"
+        vote.caller.answer({"late": missing})
+        late = DeadlineError(f"rank {rank}", f"rank {missing[0]}", topic, seconds)
+        self.fail(rank, vote.caller.host, str(late))
+
+    def _put(self, key: str, value: bytes) -> None:
+        self._values[key] = value
+        for wait in self._waiting.pop(key, ()):
+            wait.missing.discard(key)
+            if wait.is_open and not wait.missing:
+                wait.is_open = False
+                self._give(wait.caller, wait.keys)
+
+    def _give(self, caller: Caller, keys: Sequence[str]) -> None:
+        """Gives values; one that was deleted while others were waited for is empty."""
+        caller.answer({}, [self._values.get(key, b"") for key in keys])
+
+    def _close(self, wait: _Wait) -> None:
+        wait.is_open = False
+        for key in wait.missing:
+            waits = self._waiting.get(key, [])
+            if wait in waits:
+                waits.remove(wait)
+                if not waits:
+                    del self._waiting[key]
+
+    def _expire_at(self, time: float, waited: _Wait | tuple[_Ballot, int, float]) -> None:
+        heapq.heappush(self._expiries, (time, next(self._order), waited))
+        if len(self._expiries) > self._crowded:
+            self._expiries = [expiry for expiry in self._expiries if self._is_open(expiry[2])]
+            heapq.heapify(self._expiries)
+            self._crowded = max(_CROWDED, 2 * len(self._expiries))
+
+    def _is_open(self, waited: _Wait | tuple[_Ballot, int, float]) -> bool:
+        if isinstance(waited, _Wait):
+            return waited.is_open
+        return self._ballots.get(waited[0].what) is waited[0]
+
+
+def vote_groups(values: Iterable[str | None]) -> list[tuple[str, list[int]]]:
+    """The ranks that hold each value, in the order of the first of them; None has no opinion.
+
+    >>> vote_groups(["a", None, "b", "a"])
+    [('a', [0, 3]), ('b', [2])]
+    """
+    groups: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        if value is not None:
+            groups.setdefault(value, []).append(rank)
+    return list(groups.items())
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        raise TypeError("keys are texts")
+    return tuple(value)
