@@ -35,6 +35,8 @@ class _Engine:
         self.rank, self.node = rank, node
         self._actor, self._drafts, self._keeps_kv_cache = actor, drafts, keeps_kv_cache
         self._version = -1
+        # From the start of a refit to its end: what is served in between is no whole version.
+        self._is_open = False
 
     @property
     def _llm(self) -> Any:
@@ -42,10 +44,11 @@ class _Engine:
         return llm.engine if isinstance(llm, Fenced) else llm
 
     def _close(self, reason: str) -> None:
-        self._actor.llm = Fenced(self._llm, reason)
+        if self._is_open:
+            self._actor.llm = Fenced(self._llm, reason)
 
-    def _open(self, version: int) -> None:
-        self._actor.llm, self._version = self._llm, version
+    def _serve(self, version: int) -> None:
+        self._actor.llm, self._version, self._is_open = self._llm, version, False
 
     def _require_reset(self, is_reset: object) -> None:
         if is_reset is False and not self._keeps_kv_cache:
@@ -60,12 +63,17 @@ class SyncEngine(_Engine):
         """Joins the refit as this engine's ranks; collective over the whole refit."""
         self._ask(engine_rank.join, asdict(address), self.node, self._drafts)
 
+    def stage(self, version: int) -> None:
+        """Begins to receive a version beside the weights that are served; for jobs that commit staged."""
+        self._ask(engine_rank.stage, version)
+
     def start_refit(self) -> None:
         """Fences the engine."""
+        self._is_open = True
         self._close("a refit is open")
 
     def receive(self, version: int) -> None:
-        """Receives a weight version; collective over the whole refit."""
+        """Receives a weight version, or waits for what `stage` began; collective over the whole refit."""
         self._ask(engine_rank.receive, version)
 
     def finish_refit(self, version: int) -> None:
@@ -73,10 +81,10 @@ class SyncEngine(_Engine):
         self._ask(engine_rank.finish)
         self._require_reset(self._llm.llm_engine.reset_prefix_cache())
         self._llm.llm_engine.reset_encoder_cache()
-        self._open(version)
+        self._serve(version)
 
     def fence(self, reason: str) -> None:
-        """Closes the engine until a complete refit."""
+        """Has the engine say why it doesn't generate, if a refit that failed had begun to change what it serves."""
         self._close(reason)
 
     def version(self) -> int:
@@ -105,8 +113,13 @@ class AsyncEngine(_Engine):
         """See `SyncEngine`."""
         await self._ask(engine_rank.join, asdict(address), self.node, self._drafts)
 
+    async def stage(self, version: int) -> None:
+        """See `SyncEngine`."""
+        await self._ask(engine_rank.stage, version)
+
     async def start_refit(self) -> None:
         """Freezes what is generated; new requests wait."""
+        self._is_open = True
         await self._llm.pause_generation(mode="keep", clear_cache=False)
 
     async def receive(self, version: int) -> None:
@@ -118,11 +131,11 @@ class AsyncEngine(_Engine):
         await self._ask(engine_rank.finish)
         self._require_reset(await self._llm.reset_prefix_cache(reset_running_requests=not self._keeps_kv_cache))
         await self._llm.reset_encoder_cache()
-        self._open(version)
+        self._serve(version)
         await self._llm.resume_generation()
 
     async def fence(self, reason: str) -> None:
-        """Refuses new requests; what is frozen stays so until a complete refit."""
+        """See `SyncEngine`; what is frozen stays so until a complete refit."""
         self._close(reason)
 
     async def version(self) -> int:

@@ -26,8 +26,13 @@ def join(worker: Any, address: Mapping[str, Any], node: str, drafts: bool) -> No
     engine.init_transfer_engine(RefitInitInfo(**{**address, "first_rank": first}, node=_own_node() or node))
 
 
+def stage(worker: Any, version: int) -> None:
+    """Begins to receive a version beside the weights that are served."""
+    _joined(worker).stage(version)
+
+
 def receive(worker: Any, version: int) -> None:
-    """Receives a weight version and makes the kernels ready for it."""
+    """Receives a weight version, or waits for what `stage` began, and makes the kernels ready for it."""
     from refit_transport.integrations.vllm_engine import RefitUpdateInfo
 
     engine = _joined(worker)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableMapping
-from dataclasses import replace
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -55,7 +54,7 @@ def read_settings(
         found += rules_run.nic_rates_are_of_the_domains(job)
     if found:
         raise ConfigError(_SOURCE, tuple(found))
-    return replace(config.refit_settings(), commit=config.settings.commit)
+    return config.refit_settings()
 
 
 def _section(generation: Mapping[str, Any]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,7 +12,7 @@ from refit_transport.cluster.network import PortRange
 from refit_transport.cluster.synchronizer import RefitSynchronizer
 from refit_transport.cluster.workers import collect
 from refit_transport.config.settings import RefitSettings
-from refit_transport.errors import RefitTransportError
+from refit_transport.errors import ConfigError, RefitTransportError
 from refit_transport.integrations.nemo_rl.engine import AsyncEngine, SyncEngine
 from refit_transport.integrations.nemo_rl.groups import AdoptedGroup, workers_in
 from refit_transport.integrations.nemo_rl.policy_rank import PolicyRank
@@ -40,6 +40,7 @@ class RefitTransportSynchronizer:
         self._ranks_per_engine = int(generation.tp_size) * int(generation.pp_size)
         self._groups: tuple[AdoptedGroup, ...] = ()
         self._members: tuple[Any, ...] = ()
+        self._known: dict[tuple[Any, ...], AdoptedGroup] = {}
         self._settings: RefitSettings | None = None
         self._synchronizer: RefitSynchronizer | None = None
         self._relay: Any = None
@@ -63,14 +64,20 @@ class RefitTransportSynchronizer:
             RuntimeError: naming group, rank and phase of the first failure.
             ConfigError: `refit_cfg.nccl_reshard` is wrong.
         """
-        self._adopt()
         try:
+            self._adopt()
             self._driven().prepare()
+        except ConfigError:
+            raise
         except RefitTransportError as error:
             raise self._settled(error, "a refit could not be planned") from error
 
     def reconcile_communicator(self) -> None:
-        """Takes up workers that NeMo RL has started anew; the next sync joins and plans again. Nothing if none was."""
+        """Takes up workers that NeMo RL has started anew; the next sync joins and plans again. Nothing if none was.
+
+        Raises:
+            WorkerError: a new worker can't take part.
+        """
         if self._generation is not None and self._handles() != self._members:
             self._adopt()
             self._stale = True
@@ -79,8 +86,8 @@ class RefitTransportSynchronizer:
         """Makes every engine serve the policy's present weights; returns the refit's figures.
 
         Raises:
-            RuntimeError: naming group, rank and phase. All ranks have ended their part by then; the engines refuse to
-                generate until a sync is complete, and the next one joins and plans anew.
+            RuntimeError: naming group, rank and phase. All ranks have ended their part by then. Engines whose
+                weights may be torn refuse to generate until a sync is complete; the next one joins and plans anew.
             NotImplementedError: `kv_scales` are given.
         """
         if kv_scales is not None:
@@ -101,7 +108,7 @@ class RefitTransportSynchronizer:
             group.release()
         if self._relay is not None:
             ray.kill(self._relay)
-        self._groups, self._members, self._relay, self._synchronizer = (), (), None, None
+        self._groups, self._members, self._known, self._relay, self._synchronizer = (), (), {}, None, None
         # NeMo RL's generation holds this object: without the way back both can go.
         self._generation = None
 
@@ -117,42 +124,59 @@ class RefitTransportSynchronizer:
         return (*self._policy.worker_group.workers, *leaders)
 
     def _adopt(self) -> None:
-        handles = self._handles()
-        config = self._generation.cfg
-        trains = len(self._policy.worker_group.workers)
+        """Makes groups of the actors that there are now; those that were there before keep theirs."""
+        handles, trains = self._handles(), len(self._policy.worker_group.workers)
         engines = handles[trains:]
-        self._settings = settings = read_settings(
-            config, training_ranks=trains, generation_ranks=len(engines) * self._ranks_per_engine
+        self._settings = read_settings(
+            self._generation.cfg, training_ranks=trains, generation_ranks=len(engines) * self._ranks_per_engine
         )
-        is_async = bool(config["vllm_cfg"].get("async_engine"))
-        if is_async and self._relay is None:
-            self._relay = ray.remote(Relay).options(num_cpus=0).remote()
-        timeout_s = settings.timeout_s
-        policy = AdoptedGroup("policy", handles[:trains], timeout_s=timeout_s)
+        known = dict(self._known)
+        policy = known.get(handles[:trains]) or self._group("policy", handles[:trains], PolicyRank)
+        engine_class = AsyncEngine if self._is_async else SyncEngine
         groups = [
-            AdoptedGroup(f"engine-{index}", [handle], timeout_s=timeout_s, relay=self._relay)
+            known.get((handle,)) or self._group(f"engine-{index}", (handle,), engine_class)
             for index, handle in enumerate(engines)
         ]
-        own = {
-            "drafts": bool(config.get("_mtp_weights_from_refit")),
-            "keeps_kv_cache": bool(config.get(KEEPS_KV_CACHE)),
-        }
-        building = [workers_in(policy, PolicyRank, {})]
-        building += [workers_in(group, AsyncEngine if is_async else SyncEngine, own) for group in groups]
-        collect(building, timeout_s=timeout_s)
+        self._known = {handles[:trains]: policy, **{(handle,): g for handle, g in zip(engines, groups, strict=True)}}
         self._groups, self._members = (policy, *groups), handles
-        self._synchronizer = RefitSynchronizer(
-            policy, groups, settings=settings, ports=PortRange(), ranks_per_actor=self._ranks_per_engine
-        )
+        if self._synchronizer is None:
+            self._synchronizer = RefitSynchronizer(
+                policy,
+                groups,
+                settings=self._settings,
+                ports=PortRange(),
+                ranks_per_actor=self._ranks_per_engine,
+            )
+        else:
+            self._synchronizer.reconcile(policy, groups)
+
+    @property
+    def _is_async(self) -> bool:
+        return bool(self._generation.cfg["vllm_cfg"].get("async_engine"))
+
+    def _group(self, name: str, handles: Sequence[Any], worker_class: type) -> AdoptedGroup:
+        config = self._generation.cfg
+        own: dict[str, Any] = {}
+        relay = None
+        if worker_class is not PolicyRank:
+            own["drafts"] = bool(config.get("_mtp_weights_from_refit"))
+            own["keeps_kv_cache"] = bool(config.get(KEEPS_KV_CACHE))
+            if self._is_async:
+                relay = self._relay = self._relay or ray.remote(Relay).options(num_cpus=0).remote()
+        assert self._settings is not None
+        group = AdoptedGroup(name, handles, timeout_s=self._settings.timeout_s, relay=relay)
+        collect([workers_in(group, worker_class, own)], timeout_s=self._settings.timeout_s)
+        return group
 
     def _settled(self, error: RefitTransportError, what: str) -> RuntimeError:
         """The error for NeMo RL, when every rank has ended its part and every engine that answers is fenced."""
-        assert self._settings is not None
+        timeout_s = 0.0 if self._settings is None else self._settings.timeout_s
         for group in self._groups:
-            group.settle(self._settings.timeout_s)
+            group.settle(timeout_s)
         fencing = [group.start("fence", f"{what}: {error}") for group in self._groups[1:]]
         references = [reference for pending in fencing for reference in pending.references.values()]
-        ray.wait(references, num_returns=len(references), timeout=self._settings.timeout_s)
+        if references:
+            ray.wait(references, num_returns=len(references), timeout=timeout_s)
         return RuntimeError(f"{what}: {error}")
 
 

@@ -82,7 +82,9 @@ def run(case: Case, folder: Path, *, driver: Path = DOUBLE / "run_double.py") ->
     command = [sys.executable, "-m", "refit_transport.integrations.nemo_rl", str(driver), *arguments]
     paths = (DOUBLE, TESTS, TESTS.parent)
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(map(str, paths))}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, cwd=folder
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = json.loads(results.read_text(encoding="utf-8"))
     return found

@@ -1,6 +1,6 @@
 """A driver as NeMo RL's `run_grpo.py` and `run_ppo.py` are: Ray, settings, set-up, refits; then what was served.
 
-    run_double.py --algorithm grpo --config job.json --results results.json
+run_double.py --algorithm grpo --config job.json --results results.json
 """
 
 import argparse

@@ -52,9 +52,7 @@ class DTensorPolicyWorker(_PolicyWorker):
         from transformers import AutoModelForCausalLM
 
         self.cfg, self.rank = config, rank
-        dist.init_process_group(
-            "gloo", init_method=config["double"]["init_method"], rank=rank, world_size=world_size
-        )
+        dist.init_process_group("gloo", init_method=config["double"]["init_method"], rank=rank, world_size=world_size)
         self.model = AutoModelForCausalLM.from_pretrained(config["model_name"], dtype=torch.float32)
         mesh = init_device_mesh("cpu", (world_size,))
         for layer in self.model.model.layers:
@@ -157,6 +155,4 @@ class VllmAsyncGenerationWorker:
 
 
 def _scores(sequence, output):
-    return [
-        float(step[token].logprob) for token, step in zip(sequence[1:], output.prompt_logprobs[1:], strict=True)
-    ]
+    return [float(step[token].logprob) for token, step in zip(sequence[1:], output.prompt_logprobs[1:], strict=True)]

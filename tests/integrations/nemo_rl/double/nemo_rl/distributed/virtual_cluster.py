@@ -7,9 +7,7 @@ import ray
 
 def init_ray(log_dir=None):
     """NeMo RL attaches to a cluster or starts one; its variables go to every worker."""
-    ray.init(
-        num_cpus=8, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": dict(os.environ)}
-    )
+    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": dict(os.environ)})
 
 
 class RayVirtualCluster:
