@@ -2,8 +2,8 @@
 
 These environments are made from NeMo RL's lock file and lack us. A job's `py_modules` are copied to every node and put
 on every worker's PYTHONPATH, whichever interpreter it runs, and what a worker starts inherits them: vLLM's processes
-too. NeMo RL builds the job's runtime environment itself, so we add ours through Ray's `RAY_RUNTIME_ENV_HOOK`. In workers
-we import nothing but what their environments have anyway (torch, numpy, rich).
+too. NeMo RL builds the job's runtime environment itself, so we add ours through Ray's `RAY_RUNTIME_ENV_HOOK`. What
+runs in workers imports nothing but what their environments have anyway (torch, numpy, rich).
 
 Environment variables, set by `use_hook` and read by Ray and `add_package`:
 

@@ -81,7 +81,7 @@ def _limits(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def check_nccl_reshard_refit_support(master_config: Any) -> None:
         require_supported(master_config.policy)
-        _note_kv_cache(master_config, "grpo")
+        _note_kv_cache(master_config, "grpo", "async_grpo")
 
     return check_nccl_reshard_refit_support
 
@@ -93,7 +93,7 @@ def _ppo_setup(original: Callable[..., Any], factory: Callable[..., Any]) -> Cal
         if generation.get("refit_transport") != TRANSPORT:
             return original(master_config, *arguments, **named)
         require_supported(master_config.policy)
-        _note_kv_cache(master_config, "ppo")
+        _note_kv_cache(master_config, "ppo", "async_ppo")
         generation["refit_transport"] = None
         try:
             made = original(master_config, *arguments, **named)
@@ -128,9 +128,9 @@ def _generation_config(original: Callable[..., Any]) -> Callable[..., Any]:
     return configure_generation_config
 
 
-def _note_kv_cache(master_config: Any, algorithm: str) -> None:
+def _note_kv_cache(master_config: Any, algorithm: str, section: str) -> None:
     """Tells the synchronizer, which sees the generation's settings only, what requests in flight shall do."""
-    settings = getattr(getattr(master_config, algorithm, None), "async_grpo", None)
+    settings = getattr(getattr(master_config, algorithm, None), section, None)
     keeps = bool(getattr(settings, "in_flight_weight_updates", False)) and not bool(
         getattr(settings, "recompute_kv_cache_after_weight_updates", False)
     )
