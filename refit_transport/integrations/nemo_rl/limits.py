@@ -7,11 +7,18 @@ pipeline layers, generation over several stages, DTensor policies, PPO and preci
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from refit_transport.config.keys import shown, value_at
 from refit_transport.errors import ConfigError, Violation
 from refit_transport.integrations.nemo_rl.settings import generation_of, problems_of
+
+
+@dataclass(eq=False)
+class UnsupportedJobError(ConfigError, ValueError):
+    """A ValueError too, as NeMo RL's own check raises."""
+
 
 Check = Callable[[Mapping[str, Any]], Iterator[Violation]]
 
@@ -39,11 +46,11 @@ _SWITCHES: Mapping[str, tuple[str, str]] = {
 
 
 def require_supported(policy: Mapping[str, Any]) -> None:
-    """Raises ConfigError, with one violation for each problem, unless refits can serve the policy's section."""
+    """Raises UnsupportedJobError, with one violation for each problem, unless refits can serve the policy's section."""
     found = [violation for check in _CHECKS for violation in check(policy)]
     found += problems_of(generation_of(policy))
     if found:
-        raise ConfigError("refit_transport: nccl_reshard", tuple(found))
+        raise UnsupportedJobError("refit_transport: nccl_reshard", tuple(found))
 
 
 def _switches_are_off(policy: Mapping[str, Any]) -> Iterator[Violation]:

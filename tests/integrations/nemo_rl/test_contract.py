@@ -181,8 +181,9 @@ def test_what_ours_can_not_do_is_refused_all_at_once(nemo: str) -> None:
             "refit_cfg": {"nccl_reshard": {"coverage": "al", "tiemout_s": 3}},
         },
     )
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ValueError, match="16 problems") as error:
         check_nccl_reshard_refit_support(wrong)
+    assert isinstance(error.value, ConfigError)
     found = {violation.path.removeprefix("policy.") for violation in error.value.violations}
     assert found == {
         "megatron_cfg.enabled",

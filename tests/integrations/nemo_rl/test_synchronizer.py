@@ -129,7 +129,7 @@ def test_failure_reaches_the_caller_when_all_ranks_have_ended(job: Job) -> None:
     job.made.sync_weights()
     job.log.clear()
     job.refits.fails = True
-    with pytest.raises(RuntimeError, match="weight version 2 was not delivered: .*engine-0.*it burns"):
+    with pytest.raises(RuntimeError, match=r"weight version 2 was not delivered: .*engine-0.*it burns"):
         job.made.sync_weights()
     assert job.log[:4] == ["sync 2", "policy settles", "engine-0 settles", "engine-1 settles"]
     assert [line.partition(":")[0] for line in job.log[4:]] == ["engine-0 fence", "engine-1 fence"]
