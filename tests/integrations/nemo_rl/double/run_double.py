@@ -23,6 +23,23 @@ def module_path(_actor):
     return refit_transport.__file__
 
 
+def asked(leaders):
+    return ray.get([leader.logprobs.remote(SEQUENCES) for leader in leaders])
+
+
+def refused(policy, generation, leaders):
+    """A refit that fails, and what an engine then says to a request."""
+    try:
+        refit_policy_generation(policy, generation, False)
+    except RuntimeError as error:
+        found = {"error": str(error)}
+    try:
+        asked(leaders)
+    except ray.exceptions.RayTaskError as error:
+        found["fence"] = str(error.cause)
+    return found
+
+
 def main():
     parser = argparse.ArgumentParser()
     for name in ("algorithm", "config", "results"):
@@ -48,23 +65,17 @@ def main():
     }
     leaders = [generation.worker_group.workers[index] for index in generation.worker_group.dp_leader_worker_indices]
     for seed in policy_config["double"]["seeds"]:
-        ray.get(policy.worker_group.run_all_workers_single_data("seed", seed))
-        before = ray.get([leader.logprobs.remote(SEQUENCES) for leader in leaders])
-        try:
-            figures = refit_policy_generation(policy, generation, False)
-        except RuntimeError as error:
-            results["refits"].append({"error": str(error), "type": type(error).__name__})
+        if seed is None:
+            ray.get(policy.worker_group.workers[1].refuse.remote())
+            results["refits"].append(refused(policy, generation, leaders))
             results["stale"].append(synchronizer.is_stale)
-            try:
-                ray.get([leader.logprobs.remote(SEQUENCES) for leader in leaders])
-                results["refits"][-1]["fence"] = ""
-            except ray.exceptions.RayTaskError as fenced:
-                results["refits"][-1]["fence"] = str(fenced.cause)
             continue
+        ray.get(policy.worker_group.run_all_workers_single_data("seed", seed))
+        before = [] if results["stale"][1:] and synchronizer.is_stale else asked(leaders)
+        figures = refit_policy_generation(policy, generation, False)
         results["stale"].append(synchronizer.is_stale)
-        served = ray.get([leader.logprobs.remote(SEQUENCES) for leader in leaders])
         [trained, *_] = ray.get(policy.worker_group.run_all_workers_single_data("logprobs", SEQUENCES))
-        results["refits"].append({"figures": figures, "before": before, "served": served, "trained": trained})
+        results["refits"].append({"figures": figures, "before": before, "served": asked(leaders), "trained": trained})
     generation.shutdown()
     policy.shutdown()
     Path(arguments.results).write_text(json.dumps(results), encoding="utf-8")

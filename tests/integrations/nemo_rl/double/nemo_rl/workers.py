@@ -16,6 +16,16 @@ class _PolicyWorker:
     def shutdown(self):
         return True
 
+    def refuse(self):
+        """Makes this rank's next part in a refit fail."""
+        worker = self._refit_transport_worker
+
+        def send(version):
+            del worker.send
+            raise RuntimeError("a refusal")
+
+        worker.send = send
+
     def seed(self, seed):
         """Other weights, the same on every layout."""
         self.trainer.set_weights(seed)
@@ -63,9 +73,9 @@ class DTensorPolicyWorker(_PolicyWorker):
         import torch
 
         with torch.no_grad():
-            for index, parameter in enumerate(self.model.parameters()):
-                local = parameter.to_local()
-                local.mul_(1 + 0.05 * ((seed + index) % 5))
+            # Reading the state dict shards again what a forward pass has left whole.
+            for index, parameter in enumerate(self.model.state_dict().values()):
+                parameter.to_local().mul_(1 + 0.05 * ((seed + index) % 5))
 
     def logprobs(self, sequences):
         import torch
