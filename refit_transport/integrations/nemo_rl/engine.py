@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import asdict
+from importlib import import_module
 from typing import Any
 
 from refit_transport.cluster.generation import RefitAddress
-from refit_transport.errors import WorkerError
+from refit_transport.errors import SeamError, WorkerError
 from refit_transport.integrations.nemo_rl import engine_rank
 from refit_transport.integrations.nemo_rl.seams import ENGINE_ATTRIBUTES, required
 from refit_transport.verification import Comparison
@@ -108,6 +110,15 @@ class SyncEngine(_Engine):
 
 class AsyncEngine(_Engine):
     """The `AsyncLLM` of a `VllmAsyncGenerationWorker`: what it generates stands still during a refit, and goes on."""
+
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop that the engine lives in."""
+        handler = getattr(self._llm, "output_handler", None)
+        if handler is None:
+            version = str(getattr(import_module("vllm"), "__version__", "of unknown version"))
+            raise SeamError("vllm", version, "AsyncLLM.output_handler", "a task of the loop that made the engine")
+        found: asyncio.AbstractEventLoop = handler.get_loop()
+        return found
 
     async def join_refit(self, address: RefitAddress) -> None:
         """See `SyncEngine`."""

@@ -1,7 +1,7 @@
 """What runs in NeMo RL's actors through Ray's `__ray_call__`: it gives an actor one of our workers, and calls it.
 
 So no class of NeMo RL is changed, and none needs a virtual environment of its own. An actor of vLLM's asynchronous
-engine has an event loop that a call may not block: there a call starts a task, and `Relay` asks for its end.
+engine has an event loop, and must stay free for requests: there a call starts a task, and `Relay` asks for its end.
 """
 
 from __future__ import annotations
@@ -31,10 +31,14 @@ def call(actor: Any, method: str, arguments: Sequence[Any], named: Mapping[str, 
 
 
 def start(actor: Any, method: str, arguments: Sequence[Any], named: Mapping[str, Any]) -> int:
-    """Starts an asynchronous method of the actor's worker; returns a ticket for `poll`."""
+    """Starts an asynchronous method of the actor's worker in the worker's `loop`; returns a ticket for `poll`.
+
+    Ray runs `__ray_call__` beside an actor's event loop, not in it.
+    """
     tasks = actor.__dict__.setdefault(_TASKS, {})
     ticket = max(tasks, default=0) + 1
-    tasks[ticket] = asyncio.get_running_loop().create_task(call(actor, method, arguments, named))
+    loop = getattr(actor, _WORKER).loop()
+    tasks[ticket] = asyncio.run_coroutine_threadsafe(call(actor, method, arguments, named), loop)
     return ticket
 
 

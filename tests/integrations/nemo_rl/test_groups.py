@@ -31,8 +31,8 @@ class Blocking:
 class Looping:
     value = 4
 
-    async def ticks(self) -> int:
-        return 1
+    async def listen(self) -> None:
+        self.loop = asyncio.get_running_loop()
 
 
 class Worker:
@@ -54,6 +54,10 @@ class Worker:
 
 
 class AsyncWorker(Worker):
+    def loop(self) -> asyncio.AbstractEventLoop:
+        found: asyncio.AbstractEventLoop = self.actor.loop
+        return found
+
     async def tell(self, *, plus: int) -> tuple[int, str, int]:  # type: ignore[override]
         await asyncio.sleep(0.2)
         return super().tell(plus=plus)
@@ -81,6 +85,8 @@ def group(cluster: None, request: pytest.FixtureRequest) -> Iterator[tuple[Adopt
     is_looping = request.param == "looping"
     options = {"num_cpus": 0, "runtime_env": {"env_vars": {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}}}
     handles = [ray.remote(Looping if is_looping else Blocking).options(**options).remote() for _ in range(2)]
+    if is_looping:
+        ray.get([handle.listen.remote() for handle in handles])
     relay = ray.remote(Relay).options(num_cpus=0).remote() if is_looping else None
     made = AdoptedGroup("engine", handles, timeout_s=60, relay=relay)
     collect([workers_in(made, AsyncWorker if is_looping else Worker, {"label": request.param})], timeout_s=60)
