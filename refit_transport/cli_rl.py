@@ -40,6 +40,9 @@ def launch(algorithm: Literal["grpo", "ppo"]) -> None:
 def _run(algorithm: str, path: Path, overrides: Sequence[str], plot: Path | None, *, as_json: bool) -> None:
     from rich.console import Console
 
+    from refit_transport.compatibility import check_installed
+
+    check_installed()
     from refit_transport.cluster.rl_job import run_steps
     from refit_transport.config.rl import load_rl_config
     from refit_transport.optional import optional_module
