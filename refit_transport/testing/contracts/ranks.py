@@ -59,6 +59,7 @@ class Weights:
     def __init__(self, source: Manifest, target: Manifest) -> None:
         self._source = source
         self.held, self.wanted = HeldSide.of(source, tensors(1)), HeldSide.of(target)
+        self.fault = ""
 
     def train(self, version: int) -> None:
         """Gives the sources the values of a version, in place."""
@@ -66,16 +67,19 @@ class Weights:
             for name, buffer in binding.buffers.items():
                 self.held.bindings[rank].buffers[name].copy_(buffer)
 
-    def check(self, version: int, *, what: str) -> None:
-        """Raises AssertionError where a target has something else, or a byte outside of its pieces was written."""
-        wrong = self.wanted.differences(tensors(version))
-        assert not wrong, f"{what}: after the run to version {version} these are wrong: {wrong}"
-        strays = self.wanted.strays()
-        assert not strays, f"{what}: elements outside of all pieces were written: {strays}"
+    def faults(self, version: int, *, what: str) -> str:
+        """What is wrong where a target has something else, or a byte outside of its pieces was written, else ""."""
+        wrong, strays = self.wanted.differences(tensors(version)), self.wanted.strays()
+        if wrong:
+            return f"{what}: after the run to version {version} these are wrong: {wrong}"
+        return f"{what}: elements outside of all pieces were written: {strays}" if strays else ""
 
 
 def follow(weights: Weights, run: Callable[[ControlChannel, int], None], channel: ControlChannel, *, what: str) -> None:
-    """One rank's part in runs to versions 1, 2 and 1 again; rank 0 trains before and checks after each."""
+    """One rank's part in runs to versions 1, 2 and 1 again; rank 0 trains before and checks after each.
+
+    All ranks stop at the first fault, which rank 0 raises as an AssertionError.
+    """
     for number, version in enumerate((1, 2, 1)):
         if channel.rank == 0:
             weights.train(version)
@@ -83,7 +87,11 @@ def follow(weights: Weights, run: Callable[[ControlChannel, int], None], channel
         run(channel, number)
         _meet(channel, f"ran/{number}")
         if channel.rank == 0:
-            weights.check(version, what=what)
+            weights.fault = weights.faults(version, what=what)
+        _meet(channel, f"checked/{number}")
+        if weights.fault:
+            assert channel.rank, weights.fault
+            return
 
 
 def _meet(channel: ControlChannel, topic: str) -> None:
