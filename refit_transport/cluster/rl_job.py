@@ -6,15 +6,18 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from refit_transport.cluster.async_generation import AsyncGenerationWorker
 from refit_transport.cluster.critic import CriticWorker
+from refit_transport.cluster.fleet import Fleet
 from refit_transport.cluster.generation import GenerationWorker
 from refit_transport.cluster.job import (
     Announce,
     Place,
+    PlacedGroups,
     Role,
     engine_arguments,
     engine_config,
@@ -30,11 +33,13 @@ from refit_transport.cluster.rl_loop import LogprobLimit, Loop, StepReport
 from refit_transport.cluster.rollouts import AheadRollouts, Asking, FreshRollouts, Rollouts
 from refit_transport.cluster.run_state import RunFolder
 from refit_transport.cluster.synchronizer import RefitSynchronizer
-from refit_transport.cluster.workers import WorkerGroup, collect
+from refit_transport.cluster.workers import Pending, WorkerGroup, collect
 from refit_transport.config.rl import RlConfig
 from refit_transport.config.rl_schema import CriticMegatron, RlOptimizer
 
 _CRITIC = "critic"
+# A worker tells its own deadline better than the driver: give it time to. What a dead engine had is free at once.
+_MARGIN_S, _RESTART_S = 30.0, 30.0
 # Nats on the mean of a step, where both sides compute in fp32, and where one rounds to bf16.
 _EXACT_LIMIT, _ROUNDED_LIMIT = 1e-5, 1e-2
 
@@ -45,7 +50,7 @@ class RlWorkers:
 
     policy: WorkerGroup
     critic: WorkerGroup | None
-    engines: tuple[WorkerGroup, ...]
+    fleet: Fleet
     synchronizer: RefitSynchronizer
 
 
@@ -91,27 +96,44 @@ def running_workers(config: RlConfig, *, scratch: Path | None = None) -> Iterato
         if config.sections.ppo is not None:
             (critic, place), *others = others
             building.append(critic.build(CriticWorker, _critic_arguments(config, critic, place)))
-        for engine, where in others:
-            if (ahead := config.sections.asynchronous).enabled:
-                own = {
-                    "config": engine_config(refit),
-                    "kv_cache": "recompute" if ahead.recompute_kv_cache_after_weight_updates else "keep",
-                    "timeout_s": refit.refit_run.worker_timeout_s,
-                }
-                building.append(engine.build(AsyncGenerationWorker, [{**own, "node": n} for n in engine.nodes()]))
-            else:
-                building.append(engine.build(GenerationWorker, engine_arguments(refit, engine, where)))
+        building += [_build_engine(config, engine, where) for engine, where in others]
         collect(building, timeout_s=refit.refit_run.worker_timeout_s)
-        engines = tuple(engine for engine, _ in others)
+        engines = {engine.name: engine for engine, _ in others}
         synchronizer = RefitSynchronizer(
             policy,
-            engines,
+            tuple(engines.values()),
             settings=refit.refit_settings(),
             ports=ports,
             host=placed.host,
             ranks_per_actor=_ranks_per_actor(config),
         )
-        yield RlWorkers(policy, critic, engines, synchronizer)
+        fleet = Fleet(
+            policy,
+            engines,
+            synchronizer=synchronizer,
+            start={role.name: partial(_start_engine, config, placed, role) for role in roles(config)[-len(engines) :]},
+            restarts=refit.refit_run.engine_restarts,
+            timeout_s=refit.refit_settings().timeout_s + _MARGIN_S,
+        )
+        yield RlWorkers(policy, critic, fleet, synchronizer)
+
+
+def _build_engine(config: RlConfig, engine: WorkerGroup, where: Place) -> Pending:
+    """Starts constructing an engine's workers."""
+    refit, ahead = config.refit, config.sections.asynchronous
+    if not ahead.enabled:
+        return engine.build(GenerationWorker, engine_arguments(refit, engine, where))
+    own = {
+        "config": engine_config(refit),
+        "kv_cache": "recompute" if ahead.recompute_kv_cache_after_weight_updates else "keep",
+        "timeout_s": refit.refit_run.worker_timeout_s,
+    }
+    return engine.build(AsyncGenerationWorker, [{**own, "node": node} for node in engine.nodes()])
+
+
+def _start_engine(config: RlConfig, placed: PlacedGroups, role: Role) -> tuple[WorkerGroup, Pending]:
+    group, where = placed.start(role, timeout_s=_RESTART_S)
+    return group, _build_engine(config, group, where)
 
 
 def roles(config: RlConfig) -> list[Role]:
@@ -179,6 +201,7 @@ def loop_of(config: RlConfig, workers: RlWorkers, folder: RunFolder | None, *, a
         learner=_learner(config, workers),
         rollouts=_rollouts(config, workers),
         sync=workers.synchronizer.sync,
+        fleet=workers.fleet,
         folder=folder,
         save_period=sections.checkpointing.save_period,
         limit=limit,
@@ -239,9 +262,9 @@ def _rollouts(config: RlConfig, workers: RlWorkers) -> Rollouts:
     )
     timeout_s, ahead = config.refit.refit_run.worker_timeout_s, sections.asynchronous
     if not ahead.enabled:
-        return FreshRollouts(workers.engines, asking, timeout_s=timeout_s)
+        return FreshRollouts(workers.fleet, asking, timeout_s=timeout_s)
     return AheadRollouts(
-        workers.engines,
+        workers.fleet,
         asking,
         max_age=ahead.max_trajectory_age_steps,
         in_flight=ahead.in_flight_weight_updates,

@@ -214,6 +214,8 @@ class RefitRun(Section):
     on_logprob_error: Literal["stop", "warn"] = "stop"
     # Seconds that a worker may take to start, to train a step, or to compute log-probabilities.
     worker_timeout_s: Annotated[Number, Field(gt=0)] = 600.0
+    # How often a dead engine of a GRPO or PPO job is started again; meanwhile training goes on with the others.
+    engine_restarts: Annotated[StrictInt, Field(ge=0)] = 2
     # Where the refit reports go as JSON, relative to the working directory; null: nowhere.
     report: Annotated[str, Field(min_length=1)] | None = None
     # Makes policy.model_name before the run, replacing another model that an earlier run made there.
@@ -302,6 +304,7 @@ class RefitConfig(Section):
             staging_bytes=int(settings.staging_bytes),
             timeout_s=settings.timeout_s,
             verify=settings.verify,
+            commit=settings.commit,
         )
 
     def domains(self) -> tuple[Ranks, ...] | None:
