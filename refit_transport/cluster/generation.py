@@ -255,10 +255,12 @@ def engine_options(config: EngineConfig) -> dict[str, Any]:
 
 def end_open_update(worker: Any) -> None:
     """A refit that failed elsewhere leaves vLLM's update open, and vLLM would refuse to start the next one."""
-    if not hasattr(worker, "_weight_update_active"):
+    # vLLM's wrapper around a worker hands on what is read of it, and not what is written.
+    own = getattr(worker, "worker", worker)
+    if not hasattr(own, "_weight_update_active"):
         expected = "the flag of an open weight update"
         raise SeamError("vllm", metadata.version("vllm"), "Worker._weight_update_active", expected)
-    worker._weight_update_active = False
+    own._weight_update_active = False
 
 
 def compare_served(worker: Any) -> Comparison:
