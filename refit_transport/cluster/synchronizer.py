@@ -60,8 +60,9 @@ class RefitSynchronizer:
                 self._incarnations[name] = self._incarnations.get(name, -1) + 1
         if members != self._members:
             self._prepared = False
-            came, went = members.items() - self._members.items(), self._members.items() - members.items()
-            self._observer.members(joined=[name for name, _ in came], left=[name for name, _ in went])
+            came = [name for name, group in members.items() if self._members.get(name) is not group]
+            went = [name for name, group in self._members.items() if members.get(name) is not group]
+            self._observer.members(joined=came, left=went)
         self._policy, self._engines, self._members = policy, tuple(engines), members
 
     def prepare(self) -> None:
