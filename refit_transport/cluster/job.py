@@ -25,6 +25,7 @@ from refit_transport.cluster.workers import WorkerGroup, collect
 from refit_transport.config.schema import RefitConfig
 from refit_transport.config.settings import RefitSettings
 from refit_transport.errors import WorkerError
+from refit_transport.events import observing
 
 # Called with what comes next, in a few words.
 Announce = Callable[[str], None]
@@ -165,9 +166,14 @@ def running_job(
     are the configuration's own when None.
 
     Raises:
+        ConfigError: a file for events or counters can't be written.
         WorkerError: a worker didn't start; names group, rank and phase.
     """
-    with placed_groups(config, refit_roles(config), scratch=scratch) as placed:
+    run = config.refit_run
+    with (
+        observing(events=run.events, metrics=run.metrics) as observer,
+        placed_groups(config, refit_roles(config), scratch=scratch) as placed,
+    ):
         places, ports = placed.meeting_places()
         policy, *engines = placed.groups
         building = [policy.build(PolicyWorker, policy_arguments(config, policy, places[0]))]
@@ -177,7 +183,9 @@ def running_job(
         ]
         collect(building, timeout_s=config.refit_run.worker_timeout_s)
         settings = settings or config.refit_settings()
-        synchronizer = RefitSynchronizer(policy, engines, settings=settings, ports=ports, host=placed.host)
+        synchronizer = RefitSynchronizer(
+            policy, engines, settings=settings, ports=ports, host=placed.host, observer=observer
+        )
         yield RefitJob(policy, tuple(engines), synchronizer)
 
 

@@ -36,6 +36,7 @@ from refit_transport.cluster.synchronizer import RefitSynchronizer
 from refit_transport.cluster.workers import Pending, WorkerGroup, collect
 from refit_transport.config.rl import RlConfig
 from refit_transport.config.rl_schema import CriticMegatron, RlOptimizer
+from refit_transport.events import observing
 
 _CRITIC = "critic"
 # A worker tells its own deadline better than the driver: give it time to. What a dead engine had is free at once.
@@ -86,7 +87,11 @@ def running_workers(config: RlConfig, *, scratch: Path | None = None) -> Iterato
     The critic's ranks come on top of the cluster's own: as many as the policy has.
     """
     refit = config.refit
-    with placed_groups(refit, roles(config), scratch=scratch) as placed:
+    run = refit.refit_run
+    with (
+        observing(events=run.events, metrics=run.metrics) as observer,
+        placed_groups(refit, roles(config), scratch=scratch) as placed,
+    ):
         places, ports = placed.meeting_places()
         (policy, place), *others = zip(placed.groups, places, strict=True)
         learning = _learning(config, config.sections.policy.megatron_cfg.optimizer)
@@ -106,6 +111,7 @@ def running_workers(config: RlConfig, *, scratch: Path | None = None) -> Iterato
             ports=ports,
             host=placed.host,
             ranks_per_actor=_ranks_per_actor(config),
+            observer=observer,
         )
         fleet = Fleet(
             policy,

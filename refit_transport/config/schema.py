@@ -218,6 +218,9 @@ class RefitRun(Section):
     engine_restarts: Whole = 2
     # Where the refit reports go as JSON, relative to the working directory; null: nowhere.
     report: Annotated[str, Field(min_length=1)] | None = None
+    # Where events go as JSON lines, and counters as Prometheus' text; see docs/observability.md. null: nowhere.
+    events: Annotated[str, Field(min_length=1)] | None = None
+    metrics: Annotated[str, Field(min_length=1)] | None = None
     # Makes policy.model_name before the run, replacing another model that an earlier run made there.
     tiny_model: TinyModel | None = None
 
