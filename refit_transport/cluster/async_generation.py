@@ -56,6 +56,8 @@ _T = TypeVar("_T")
 _MARGIN_S = 15.0
 _STOPPING_S = 20.0
 _LOOK_EVERY_S = 1.0
+# Before what is generated; the lowest number comes first.
+_FIRST = -1
 # vLLM then tells of a response's first token and of its end.
 _FIRST_AND_LAST = 1 << 30
 
@@ -318,7 +320,8 @@ class AsyncGenerationWorker:
             wanted = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
             self._next_ticket += 1
             name, found = f"{self._next_ticket}.logprobs", None
-            async for output in self._llm.generate({"prompt_token_ids": list(sequence)}, wanted, name):
+            prompt = {"prompt_token_ids": list(sequence)}
+            async for output in self._llm.generate(prompt, wanted, name, priority=_FIRST):
                 found = output.prompt_logprobs or found
             assert found is not None
             return [float(step[token].logprob) for token, step in zip(sequence[1:], found[1:], strict=True)]
@@ -388,6 +391,7 @@ async def _engine(config: EngineConfig) -> AsyncLLM:
         AsyncEngineArgs(
             **engine_options(config),
             distributed_executor_backend="uni" if config.tensor_parallel == 1 else "mp",
+            scheduling_policy="priority",
             worker_extension_cls=f"{WorkerCalls.__module__}.{WorkerCalls.__qualname__}",
             disable_log_stats=True,
         )

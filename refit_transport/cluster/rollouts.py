@@ -75,6 +75,9 @@ class Rollouts(Protocol):
     def after_refit(self, step: int) -> None:
         """Step `step` is over, and the engines serve its weights."""
 
+    def draw(self, requests: Sequence[SampleRequest]) -> list[Sample]:
+        """Other samples than a step's, now, from the weights that are served."""
+
     def activity(self) -> list[Interval]:
         """When engines generated since the last call, as far as they ran beside training."""
 
@@ -97,7 +100,7 @@ class FreshRollouts:
         Raises:
             WorkerError: an engine failed, or sampled from another version.
         """
-        samples = sample_on(self._engines, self._asking.requests(step), timeout_s=self._timeout_s)
+        samples = self.draw(self._asking.requests(step))
         if found := {v for sample in samples for v in sample.versions} - {version}:
             reason = f"sampled from version {min(found)} where version {version} was to be served"
             raise WorkerError("generation", -1, "sample", reason)
@@ -108,6 +111,10 @@ class FreshRollouts:
 
     def after_refit(self, step: int) -> None:
         """Nothing to do."""
+
+    def draw(self, requests: Sequence[SampleRequest]) -> list[Sample]:
+        """See `Rollouts.draw`."""
+        return sample_on(self._engines, requests, timeout_s=self._timeout_s)
 
     def activity(self) -> list[Interval]:
         """Never beside training."""
@@ -159,6 +166,10 @@ class AheadRollouts:
     def after_refit(self, step: int) -> None:
         """Begins the samples that may still be trained on `max_age` steps from now."""
         self._begin(step + 1)
+
+    def draw(self, requests: Sequence[SampleRequest]) -> list[Sample]:
+        """See `Rollouts.draw`."""
+        return submit_to(self._engines, requests, timeout_s=self._timeout_s).take(timeout_s=self._timeout_s)
 
     def activity(self) -> list[Interval]:
         """See `Rollouts.activity`."""
