@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -94,6 +94,9 @@ def _ray(address: str, **options: Any) -> Iterator[None]:
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     # Ray tells of a dead worker on stdout, where our JSON goes, and has no switch for it; our error says it too.
     ray._private.worker.print_to_stdstream = lambda *_, **__: None
+    # While it starts, Ray would answer SIGTERM itself: drain its node for up to half a minute, and end this process
+    # with a code of its own.
+    ray._private.utils.set_sigterm_handler = lambda _: None
     with _ending_in_order() as go_on:
         try:
             ray.init(address=address, log_to_driver=False, logging_level="ERROR", **options)
@@ -127,29 +130,21 @@ def _ending_in_order() -> Iterator[Callable[[], None]]:
         if received.count(signal.SIGINT) > 1 or (started.is_set() and len(received) == 1):
             raise KeyboardInterrupt
 
-    def install(handled: Iterable[signal.Signals]) -> None:
-        for number in handled:
-            if previous[number] is not signal.SIG_IGN:
-                signal.signal(number, end)
-
     def go_on() -> None:
         started.set()
         signal.signal(signal.SIGINT, previous[signal.SIGINT])
-        # Ray has put its own handler of SIGTERM there, which prints a trace.
-        install((signal.SIGTERM, signal.SIGHUP))
         if received:
             raise KeyboardInterrupt
 
-    install(previous)
+    for number, handler in previous.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, end)
     try:
         yield go_on
     except KeyboardInterrupt:
         if not received or received[0] == signal.SIGINT:
             raise
         raise SystemExit(128 + received[0]) from None
-    except SystemExit as stop:
-        # From Ray's handler, where a signal came between its installation and ours.
-        raise SystemExit(128 + signal.SIGTERM if stop.code == signal.SIGTERM else stop.code) from None
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
