@@ -14,8 +14,8 @@ from refit_transport.layout.wire import ManifestReader, part_digests, shared_par
 from refit_transport.places import Place, place_here, topology_of
 from refit_transport.scheduling.topology import Topology
 from refit_transport.sources.base import Source
+from refit_transport.staging import StagedTarget
 from refit_transport.targets.base import Target
-from refit_transport.targets.staged import StagedTarget
 from refit_transport.transports.base import Endpoint, Job
 
 

@@ -19,7 +19,7 @@ from refit_transport.refit_plan import RefitPlan
 from refit_transport.report import PlanSummary
 from refit_transport.scheduling.schedule import Traffic, total_traffic
 from refit_transport.sources.naming import check_complete
-from refit_transport.transports.base import Footprint, Job
+from refit_transport.transports.base import Job
 
 Announce = Callable[[str], None]
 
@@ -125,7 +125,7 @@ def preview(config: RefitConfig, *, announce: Announce) -> Preview:
     return Preview(
         summary,
         plan.routes,
-        _loads(job, plan, list(plan.footprints.values())),
+        _loads(job, plan),
         {name: footprint.payloads for name, footprint in plan.footprints.items()},
         assumptions_of(config),
     )
@@ -195,7 +195,7 @@ def assumptions_of(config: RefitConfig) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _loads(job: Job, plan: RefitPlan, footprints: list[Footprint]) -> tuple[RankLoad, ...]:
+def _loads(job: Job, plan: RefitPlan) -> tuple[RankLoad, ...]:
     total: Traffic = total_traffic(transport.traffic() for transport in plan.transports.values())
     old = plan.old_way
     roles: dict[int, RankRole] = {ranked.rank: side.role for side in (job.source, job.target) for ranked in side.ranks}
@@ -208,7 +208,7 @@ def _loads(job: Job, plan: RefitPlan, footprints: list[Footprint]) -> tuple[Rank
             total.local_sent.get(rank, 0),
             total.local_received.get(rank, 0),
             old.network_received.get(rank, 0) + old.local_received.get(rank, 0),
-            sum(footprint.staging_bytes.get(rank, 0) for footprint in footprints),
+            plan.extra_bytes(rank),
         )
         for rank in job.ranks
     )

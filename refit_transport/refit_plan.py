@@ -6,12 +6,14 @@ import math
 from dataclasses import replace
 from functools import cached_property
 
+from refit_transport.layout.manifest import DTYPE_BYTES
 from refit_transport.layout.wire import digest
 from refit_transport.planning.plan import PlannedTensor
 from refit_transport.planning.planner import check_sides_agree, plan_transfer
 from refit_transport.planning.routing import route_tensors, skipped_tensors
 from refit_transport.report import PlanSummary
 from refit_transport.scheduling.schedule import Traffic
+from refit_transport.staging import staged_bytes
 from refit_transport.transports.base import Footprint, Job, Transport
 from refit_transport.transports.gather_broadcast import broadcast_traffic
 from refit_transport.transports.nccl_reshard import NcclReshard
@@ -56,6 +58,18 @@ class RefitPlan:
     def slot_bytes(self) -> int:
         """The slot memory that every rank's fabric must have: transports run one after the other."""
         return max((footprint.slot_bytes for footprint in self.footprints.values()), default=0)
+
+    def extra_bytes(self, rank: int) -> int:
+        """What a refit takes on a rank besides its weights at most: slots, staging, and what a staged commit keeps."""
+        extra = sum(footprint.staging_bytes.get(rank, 0) for footprint in self.footprints.values())
+        if self.job.settings.commit == "in_place":
+            return extra
+        sizes = {spec.name: math.prod(spec.shape) * DTYPE_BYTES[spec.dtype] for spec in self.job.source.tensors}
+        for ranked in self.job.target.ranks:
+            if ranked.rank == rank:
+                whole = sum(sizes[opaque.tensor] for opaque in ranked.opaque)
+                extra += staged_bytes(ranked) + whole
+        return extra
 
     @cached_property
     def old_way(self) -> Traffic:

@@ -25,8 +25,8 @@ from refit_transport.refit_plan import RefitPlan
 from refit_transport.report import RankReport, RefitReport
 from refit_transport.scheduling.topology import Topology
 from refit_transport.sources.base import Source
+from refit_transport.staging import StagedTarget
 from refit_transport.targets.base import Target
-from refit_transport.targets.staged import StagedTarget
 from refit_transport.transports.base import Endpoint
 from refit_transport.verification import SAMPLED_SHARE, Atoms, Comparison, Findings, compare, compare_derived
 

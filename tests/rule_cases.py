@@ -141,7 +141,6 @@ CASES = [
         "not available yet",
         "set it to 2",
     ),
-    case("staged", {f"{N}.commit": "staged"}, f"{N}.commit", "not available yet", "in_place"),
     case("fp8", {f"{V}.precision": "fp8"}, f"{V}.precision", "not available yet", "${policy.precision}"),
     # The world outside.
     case("no folder", {"policy.model_name": "no/such/folder"}, "policy.model_name", "is no folder", "download"),

@@ -33,6 +33,7 @@ from refit_transport.cluster.generation import (
     engine_environment,
     engine_options,
     live_parameters,
+    stage_weights,
 )
 from refit_transport.cluster.overlap import Activity, Interval
 from refit_transport.cluster.sampling import SampleRequest, sample_of, vllm_parameters, vllm_prompt
@@ -71,6 +72,9 @@ class WorkerCalls:
     def refit_end_open_update(self) -> None:
         end_open_update(self)
 
+    def refit_stage(self, version: int) -> None:
+        stage_weights(self, version)
+
     def refit_compare(self) -> bytes:
         return pickle.dumps(compare_served(self))
 
@@ -98,7 +102,8 @@ class AsyncGenerationWorker:
     """A whole engine, whichever its tensor parallel size. Its methods are for one caller at a time.
 
     From `start_refit` to `finish_refit` the engine is fenced: what it generates stands still, and it refuses requests.
-    It stays so when a refit fails, until a complete one; then what stood still goes on.
+    It stays so when a refit fails, until a complete one; then what stood still goes on. While it receives what `stage`
+    began, it generates.
     """
 
     def __init__(
@@ -140,6 +145,10 @@ class AsyncGenerationWorker:
         # Joining has three phases, each with its own deadline.
         self._run(join(), "join_refit", 3 * address.timeout_s + _MARGIN_S)
 
+    def stage(self, version: int) -> None:
+        """Begins to receive a version beside the weights that are served, and returns; for jobs that commit staged."""
+        self._run(self._llm.collective_rpc("refit_stage", args=(version,)), "stage", self._refit_timeout_s)
+
     def start_refit(self) -> None:
         """Freezes what is generated, fences the engine and opens a refit."""
 
@@ -152,7 +161,7 @@ class AsyncGenerationWorker:
         self._run(start(), "start_refit", self._refit_timeout_s)
 
     def receive(self, version: int) -> None:
-        """Receives a weight version; collective over the whole refit."""
+        """Receives a weight version, or waits for what `stage` began; collective over the whole refit."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         update = WeightTransferUpdateRequest(update_info={"version": version})

@@ -64,7 +64,7 @@ class GenerationWorker:
     """One rank of a vLLM engine. All ranks of the engine call each method together with equal arguments.
 
     Between `start_refit` and `finish_refit` the engine is fenced: it refuses to generate, and stays fenced when a refit
-    fails, until a complete one.
+    fails, until a complete one. What `stage` began to receive doesn't fence it: the old weights are whole.
     """
 
     def __init__(
@@ -83,13 +83,17 @@ class GenerationWorker:
         self._llm.collective_rpc(end_open_update)
         self._llm.init_weight_transfer_engine({"init_info": {**asdict(address), "node": self._node}})
 
+    def stage(self, version: int) -> None:
+        """Begins to receive a version beside the weights that are served, and returns; for jobs that commit staged."""
+        self._llm.collective_rpc(stage_weights, args=(version,))
+
     def start_refit(self) -> None:
         """Fences the engine and opens a refit."""
         self._fenced = "a refit is open"
         self._llm.start_weight_update()
 
     def receive(self, version: int) -> None:
-        """Receives a weight version; collective over the whole refit."""
+        """Receives a weight version, or waits for what `stage` began; collective over the whole refit."""
         self._llm.update_weights({"update_info": {"version": version}})
 
     def finish_refit(self, version: int) -> None:
@@ -251,19 +255,30 @@ def engine_options(config: EngineConfig) -> dict[str, Any]:
 
 def end_open_update(worker: Any) -> None:
     """A refit that failed elsewhere leaves vLLM's update open, and vLLM would refuse to start the next one."""
-    if not hasattr(worker, "_weight_update_active"):
+    # vLLM's wrapper around a worker hands on what is read of it, and not what is written.
+    own = getattr(worker, "worker", worker)
+    if not hasattr(own, "_weight_update_active"):
         expected = "the flag of an open weight update"
         raise SeamError("vllm", metadata.version("vllm"), "Worker._weight_update_active", expected)
-    worker._weight_update_active = False
+    own._weight_update_active = False
 
 
 def compare_served(worker: Any) -> Comparison:
     """A vLLM worker's part in a comparison of both sides."""
-    engine: Any = getattr(worker, "weight_transfer_engine", None)
-    if not hasattr(engine, "compare"):
-        raise SeamError("vllm", metadata.version("vllm"), "Worker.weight_transfer_engine", "this package's engine")
-    found: Comparison = engine.compare()
+    found: Comparison = _own_engine(worker).compare()
     return found
+
+
+def stage_weights(worker: Any, version: int) -> None:
+    """Has a vLLM worker begin to receive a version."""
+    _own_engine(worker).stage(version)
+
+
+def _own_engine(worker: Any) -> Any:
+    engine: Any = getattr(worker, "weight_transfer_engine", None)
+    if not hasattr(engine, "stage"):
+        raise SeamError("vllm", metadata.version("vllm"), "Worker.weight_transfer_engine", "this package's engine")
+    return engine
 
 
 def live_parameters(worker: Any) -> dict[str, torch.Tensor]:

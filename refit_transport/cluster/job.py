@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -234,11 +235,24 @@ def building_engine(
 
 @dataclass(frozen=True, slots=True)
 class PlacedGroups:
-    """A group for each role; where they may listen, and at which address (None: the node's)."""
+    """A group for each role; where they may listen, and at which address (None: the node's).
+
+    `starter` makes another one, which is released with these.
+    """
 
     groups: tuple[WorkerGroup, ...]
     ports: PortRange
     host: str | None
+    starter: Callable[[Role, float], WorkerGroup]
+
+    def start(self, role: Role, *, timeout_s: float) -> tuple[WorkerGroup, Place]:
+        """Another group for a role, in place of one that was released, and where it may listen.
+
+        Raises:
+            WorkerError: the cluster doesn't have the resources free within `timeout_s`.
+        """
+        group = self.starter(role, timeout_s)
+        return group, Place(*group.address(self.ports, host=self.host))
 
     def meeting_places(self) -> tuple[list[Place], PortRange]:
         """An address and a free port at each group's rank 0, all different, and the ports to try next."""
@@ -269,16 +283,17 @@ def placed_groups(
     each = _rank_resources(roles)
     environment = _environment(each, scratch)
     with contextlib.ExitStack() as stack:
-        groups = tuple(_group(stack, role, each, environment, config.refit_run.worker_timeout_s) for role in roles)
+        starter = partial(_group, stack, each, environment)
+        groups = tuple(starter(role, config.refit_run.worker_timeout_s) for role in roles)
         ports = PortRange(config.cluster.master_port_range_low or 0, config.cluster.master_port_range_high or 0)
-        yield PlacedGroups(groups, ports, None if config.cluster.num_nodes > 1 else LOOPBACK)
+        yield PlacedGroups(groups, ports, None if config.cluster.num_nodes > 1 else LOOPBACK, starter)
 
 
 def _group(
     stack: contextlib.ExitStack,
-    role: Role,
     each: Mapping[str, float],
     environment: Mapping[str, str],
+    role: Role,
     timeout_s: float,
 ) -> WorkerGroup:
     resources = {kind: share * role.ranks_each for kind, share in each.items()}

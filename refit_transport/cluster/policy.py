@@ -65,11 +65,13 @@ class PolicyWorker(RLPolicyWorker):
         session = self._joined("send")
         session.begin()
         session.transfer(version)
-        self._version = session.version
 
     def finish_refit(self) -> RefitReport | None:
-        """Closes the refit; rank 0 waits for every rank's figures and returns the report."""
-        return self._joined("finish_refit").finish()
+        """Closes the refit; where it is staged, when every engine has taken over. Rank 0 returns the report."""
+        session = self._joined("finish_refit")
+        report = session.finish()
+        self._version = session.version
+        return report
 
     def compare(self) -> Comparison:
         """Compares what both sides hold now, between refits; collective over the whole refit."""

@@ -6,11 +6,12 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from refit_transport.cluster.async_generation import KvCache
 from refit_transport.cluster.critic import CriticWorker
+from refit_transport.cluster.fleet import Fleet
 from refit_transport.cluster.job import (
     Announce,
     Place,
@@ -32,12 +33,14 @@ from refit_transport.cluster.run_state import RunFolder
 from refit_transport.cluster.served import ServedCheck
 from refit_transport.cluster.synchronizer import RefitSynchronizer
 from refit_transport.cluster.validation import Validator
-from refit_transport.cluster.workers import WorkerGroup, collect
+from refit_transport.cluster.workers import Pending, WorkerGroup, collect
 from refit_transport.config.rl import RlConfig
 from refit_transport.config.rl_schema import VALIDATION_KEYS, CriticMegatron, RlOptimizer
 from refit_transport.rl.tasks import Task
 
 _CRITIC = "critic"
+# A worker tells its own deadline better than the driver: give it time to. What a dead engine had is free at once.
+_MARGIN_S, _RESTART_S = 30.0, 30.0
 # Nats on the mean of a step, where both sides compute in fp32, and where one rounds to bf16.
 _EXACT_LIMIT, _ROUNDED_LIMIT = 1e-5, 1e-2
 
@@ -48,7 +51,7 @@ class RlWorkers:
 
     policy: WorkerGroup
     critic: WorkerGroup | None
-    engines: tuple[WorkerGroup, ...]
+    fleet: Fleet
     synchronizer: RefitSynchronizer
 
 
@@ -100,13 +103,33 @@ def build_workers(config: RlConfig, placed: PlacedGroups) -> RlWorkers:
     if config.sections.ppo is not None:
         (critic, place), *others = others
         building.append(critic.build(CriticWorker, _critic_arguments(config, critic, place)))
-    kv_cache: KvCache = "recompute" if config.sections.asynchronous.recompute_kv_cache_after_weight_updates else "keep"
-    building += [building_engine(refit, engine, where, kv_cache=kv_cache) for engine, where in others]
+    building += [_build_engine(config, engine, where) for engine, where in others]
     collect(building, timeout_s=refit.refit_run.worker_timeout_s)
-    engines = tuple(engine for engine, _ in others)
-    return RlWorkers(
-        policy, critic, engines, synchronizer_of(refit, policy, engines, ports=ports, host=placed.host)
-    )  # fmt: skip
+    engines = {engine.name: engine for engine, _ in others}
+    synchronizer = synchronizer_of(refit, policy, tuple(engines.values()), ports=ports, host=placed.host)
+    fleet = Fleet(
+        policy,
+        engines,
+        synchronizer=synchronizer,
+        start={
+            name: partial(_start_engine, config, placed, role)
+            for name, role in zip(engines, roles(config)[-len(engines) :], strict=True)
+        },
+        restarts=refit.refit_run.engine_restarts,
+        timeout_s=refit.refit_settings().timeout_s + _MARGIN_S,
+    )
+    return RlWorkers(policy, critic, fleet, synchronizer)
+
+
+def _build_engine(config: RlConfig, engine: WorkerGroup, where: Place) -> Pending:
+    """Starts constructing an engine's workers."""
+    recompute = config.sections.asynchronous.recompute_kv_cache_after_weight_updates
+    return building_engine(config.refit, engine, where, kv_cache="recompute" if recompute else "keep")
+
+
+def _start_engine(config: RlConfig, placed: PlacedGroups, role: Role) -> tuple[WorkerGroup, Pending]:
+    group, where = placed.start(role, timeout_s=_RESTART_S)
+    return group, _build_engine(config, group, where)
 
 
 def roles(config: RlConfig) -> list[Role]:
@@ -162,11 +185,12 @@ def loop_of(config: RlConfig, workers: RlWorkers, folder: RunFolder | None, *, a
     limit = run.logprob_error_limit or (_EXACT_LIMIT if is_exact else _ROUNDED_LIMIT)
     served = None
     if sections.asynchronous.enabled:
-        served = ServedCheck(workers.policy, workers.engines, timeout_s=run.worker_timeout_s)
+        served = ServedCheck(workers.policy, workers.fleet, timeout_s=run.worker_timeout_s)
     return Loop(
         learner=_learner(config, workers),
         rollouts=_rollouts(config, workers),
         sync=workers.synchronizer.sync,
+        fleet=workers.fleet,
         folder=folder,
         save_period=sections.checkpointing.save_period,
         limit=LogprobLimit(limit, stops=run.on_logprob_error == "stop"),
@@ -246,9 +270,9 @@ def _rollouts(config: RlConfig, workers: RlWorkers) -> Rollouts:
     )  # fmt: skip
     timeout_s, ahead = config.refit.refit_run.worker_timeout_s, sections.asynchronous
     if not ahead.enabled:
-        return FreshRollouts(workers.engines, asking, timeout_s=timeout_s)
+        return FreshRollouts(workers.fleet, asking, timeout_s=timeout_s)
     return AheadRollouts(
-        workers.engines,
+        workers.fleet,
         asking,
         max_age=ahead.max_trajectory_age_steps,
         in_flight=ahead.in_flight_weight_updates,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
+from refit_transport.cluster.fleet import Fleet
 from refit_transport.cluster.job import Announce
 from refit_transport.cluster.learning import Clock, Learned, Learner, LogprobError
 from refit_transport.cluster.overlap import Interval, Overlap, overlap
@@ -14,9 +15,11 @@ from refit_transport.cluster.rollouts import Rollouts, spread_of_ages
 from refit_transport.cluster.run_state import RunFolder, RunState
 from refit_transport.cluster.served import ServedCheck
 from refit_transport.cluster.validation import Validation, Validator
-from refit_transport.errors import ParityError
+from refit_transport.errors import ParityError, WorkerError
 from refit_transport.report import RefitReport
 from refit_transport.rl.trajectories import Rollout
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +115,7 @@ def _means(updates: tuple[Any, ...]) -> dict[str, float]:
 
 @dataclass(slots=True)
 class Loop:
-    """The parts of a running job, whatever its algorithm. `sync` publishes a version to the engines.
+    """The parts of a running job, whatever its algorithm. `sync` publishes a version to the engines of `fleet`.
 
     `served` is for rollouts whose samples don't tell whether the samplers have the trainer's weights.
     """
@@ -120,6 +123,7 @@ class Loop:
     learner: Learner
     rollouts: Rollouts
     sync: Callable[[int], RefitReport]
+    fleet: Fleet
     folder: RunFolder | None
     save_period: int
     limit: LogprobLimit
@@ -160,23 +164,23 @@ class Loop:
         clock, began = Clock(), time.time()
         with clock.timing("generate"):
             self.announce("generating")
-            rollout = self.rollouts.take(step, version=self._version)
+            rollout = self._surviving(lambda: self.rollouts.take(step, version=self._version))
         training = time.time()
         if self.served is not None:
             self.served.begin(rollout.samples)
         learned = self.learner.learn(rollout, step=step, announce=self.announce, clock=clock)
         trained = Interval(training, time.time())
         with clock.timing("wait"):
-            apart = learned.logprob_error if self.served is None else self.served.finish()
+            apart = learned.logprob_error if self.served is None else self._surviving(self.served.finish)
             if self.limit.stops and (error := self.limit.judge(self._version, apart.mean)):
                 raise error
-            self.rollouts.before_refit()
+            self._surviving(self.rollouts.before_refit)
         with clock.timing("refit"):
             self.announce("refit")
             refit = self._publish()
         ages = spread_of_ages(rollout, self._version - 1)
         if not is_last:
-            self.rollouts.after_refit(step)
+            self._surviving(lambda: self.rollouts.after_refit(step))
         with clock.timing("validate"):
             self._validate(step, is_last=is_last)
         with clock.timing("save"):
@@ -200,6 +204,16 @@ class Loop:
         )
 
     def _publish(self) -> RefitReport:
+        """Publishes the weights under the next version; engines that have died meanwhile are left out of it."""
+        if (change := self.fleet.tend()).left:
+            self._tell(change.left)
+            self.rollouts.engines_left()
+        for name in change.joined:
+            self.announce(f"{name} takes part again")
+        return self._surviving(self._publish_next)
+
+    def _publish_next(self) -> RefitReport:
+        # A version that some engine may have is never used again.
         self._version += 1
         if self.folder is not None:
             self.folder.publishing(self._version)
@@ -208,7 +222,24 @@ class Loop:
     def _validate(self, step: int, *, is_last: bool) -> None:
         if self.validator is not None and self.validator.is_due(step, is_last=is_last):
             self.announce("validating")
-            self._validations.append(self.validator.validate(step, self.rollouts.draw))
+            validate = self.validator.validate
+            self._validations.append(self._surviving(lambda: validate(step, self.rollouts.draw)))
+
+    def _surviving(self, call: Callable[[], T]) -> T:
+        """What `call` returns; once more for each time that an engine has died in it, which is then left out."""
+        while True:
+            try:
+                return call()
+            except WorkerError:
+                left = self.fleet.drop_dead()
+                if not left:
+                    raise
+                self._tell(left)
+                self.rollouts.engines_left()
+
+    def _tell(self, left: Mapping[str, str]) -> None:
+        for name, what in left.items():
+            self.announce(f"{name} has died, {what}")
 
     def _save(self, step: int, rollout: Rollout, *, is_last: bool) -> None:
         if self.folder is not None and (is_last or step % self.save_period == 0):

@@ -63,6 +63,14 @@ class Asking:
         return Rollout(tuple(samples), tuple(self.task.reward(s.prompt, s.response) for s in samples))
 
 
+class Engines(Protocol):
+    """Whoever knows which engines serve at present; see `fleet.Fleet`."""
+
+    @property
+    def serving(self) -> Sequence[WorkerGroup]:
+        """The engines that may be asked for samples."""
+
+
 class Rollouts(Protocol):
     """A step's samples, and what has to happen around a refit. The calls come in this order, step by step."""
 
@@ -78,6 +86,9 @@ class Rollouts(Protocol):
     def draw(self, requests: Sequence[SampleRequest]) -> list[Sample]:
         """Other samples than a step's, now, from the weights that are served."""
 
+    def engines_left(self) -> None:
+        """An engine has gone, and with it what it was asked for: the others are asked for it again."""
+
     def activity(self) -> list[Interval]:
         """When engines generated since the last call, as far as they ran beside training."""
 
@@ -91,8 +102,8 @@ class FreshRollouts:
 
     dropped: tuple[Dropped, ...] = ()
 
-    def __init__(self, engines: Sequence[WorkerGroup], asking: Asking, *, timeout_s: float) -> None:
-        self._engines, self._asking, self._timeout_s = tuple(engines), asking, timeout_s
+    def __init__(self, engines: Engines, asking: Asking, *, timeout_s: float) -> None:
+        self._engines, self._asking, self._timeout_s = engines, asking, timeout_s
 
     def take(self, step: int, *, version: int) -> Rollout:
         """See `Rollouts.take`.
@@ -114,7 +125,10 @@ class FreshRollouts:
 
     def draw(self, requests: Sequence[SampleRequest]) -> list[Sample]:
         """See `Rollouts.draw`."""
-        return sample_on(self._engines, requests, timeout_s=self._timeout_s)
+        return sample_on(self._engines.serving, requests, timeout_s=self._timeout_s)
+
+    def engines_left(self) -> None:
+        """Nothing is in flight: the samples are drawn again, and are the same wherever they are drawn."""
 
     def activity(self) -> list[Interval]:
         """Never beside training."""
@@ -128,13 +142,12 @@ class AheadRollouts:
     was begun is finished. Engines are groups of one `AsyncGenerationWorker` each.
     """
 
-    def __init__(
-        self, engines: Sequence[WorkerGroup], asking: Asking, *, max_age: int, in_flight: bool, timeout_s: float
-    ) -> None:
-        self._engines, self._asking, self._timeout_s = tuple(engines), asking, timeout_s
+    def __init__(self, engines: Engines, asking: Asking, *, max_age: int, in_flight: bool, timeout_s: float) -> None:
+        self._engines, self._asking, self._timeout_s = engines, asking, timeout_s
         self._max_age, self._in_flight = max_age, in_flight
         self._buffer = ReplayBuffer(max_age=max_age)
-        self._begun: dict[int, Submission] = {}
+        # None where the work was lost and has to be asked for again.
+        self._begun: dict[int, Submission | None] = {}
         self._newest = -1
         self.dropped: tuple[Dropped, ...] = ()
 
@@ -169,21 +182,32 @@ class AheadRollouts:
 
     def draw(self, requests: Sequence[SampleRequest]) -> list[Sample]:
         """See `Rollouts.draw`."""
-        return submit_to(self._engines, requests, timeout_s=self._timeout_s).take(timeout_s=self._timeout_s)
+        return submit_to(self._engines.serving, requests, timeout_s=self._timeout_s).take(timeout_s=self._timeout_s)
+
+    def engines_left(self) -> None:
+        """See `Rollouts.engines_left`. What the others have begun of the same steps is dropped too."""
+        collect([engine.start("abort") for engine in self._engines.serving], timeout_s=self._timeout_s)
+        self._begun = dict.fromkeys(self._begun)
 
     def activity(self) -> list[Interval]:
         """See `Rollouts.activity`."""
-        found = collect([engine.start("activity") for engine in self._engines], timeout_s=self._timeout_s)
+        found = collect([engine.start("activity") for engine in self._engines.serving], timeout_s=self._timeout_s)
         return [interval for by_rank in found for interval in by_rank[0]]
 
     def _begin(self, step: int) -> None:
         """Begins all steps from `step` to `max_age` later that haven't been."""
         for each in range(max(step, self._newest + 1), step + self._max_age + 1):
-            self._begun[each] = submit_to(self._engines, self._asking.requests(each), timeout_s=self._timeout_s)
+            self._begun[each] = self._submitted(each)
             self._newest = each
 
     def _finish(self, step: int) -> None:
-        self._buffer.add(self._asking.judged(self._begun.pop(step).take(timeout_s=self._timeout_s)))
+        submission = self._begun[step] = self._begun[step] or self._submitted(step)
+        samples = submission.take(timeout_s=self._timeout_s)
+        del self._begun[step]
+        self._buffer.add(self._asking.judged(samples))
+
+    def _submitted(self, step: int) -> Submission:
+        return submit_to(self._engines.serving, self._asking.requests(step), timeout_s=self._timeout_s)
 
 
 def spread_of_ages(rollout: Rollout, version: int) -> Mapping[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -55,6 +56,12 @@ class Pending:
         self.group, self.phase = group, phase
         self.references = dict(references)
 
+    def is_over(self) -> bool:
+        """Whether every call has returned or failed, as of now."""
+        references = list(self.references.values())
+        ready, _ = ray.wait(references, num_returns=len(references), timeout=0)
+        return len(ready) == len(references)
+
 
 class WorkerGroup:
     """Actors of one role, one per rank, in a placement group of their own."""
@@ -74,8 +81,10 @@ class WorkerGroup:
             WorkerError: the cluster doesn't have the resources free within `timeout_s`.
         """
         self.name, self.count, self.timeout_s = name, count, timeout_s
+        # Several jobs may share a cluster, and a group may come while the one before it is still going.
+        unique = f"refit-{name}-{secrets.token_hex(4)}"
         self._placement: PlacementGroup | None = placement_group(
-            [dict(resources)] * count, strategy="PACK", name=f"refit-{name}"
+            [dict(resources)] * count, strategy="PACK", name=unique
         )
         self._actors: list[Any] = []
         try:
@@ -138,6 +147,17 @@ class WorkerGroup:
         [found] = collect([self.start(method, *args, **kwargs)], timeout_s=timeout_s or self.timeout_s)
         return [found[rank] for rank in range(self.count)]
 
+    def is_alive(self, *, timeout_s: float) -> bool:
+        """Whether every rank's process answers within `timeout_s`, after what it is at."""
+        try:
+            collect([self._pings()], timeout_s=timeout_s)
+        except WorkerError:
+            return False
+        return True
+
+    def _pings(self) -> Pending:
+        return Pending(self, "process_id", {rank: actor.process_id.remote() for rank, actor in enumerate(self._actors)})
+
     def nodes(self) -> list[str]:
         """The id of each rank's node."""
         references = {rank: actor.node.remote() for rank, actor in enumerate(self._actors)}
@@ -146,8 +166,7 @@ class WorkerGroup:
 
     def process_ids(self) -> list[int]:
         """The process id of each rank's actor."""
-        references = {rank: actor.process_id.remote() for rank, actor in enumerate(self._actors)}
-        [found] = collect([Pending(self, "process_ids", references)], timeout_s=self.timeout_s)
+        [found] = collect([self._pings()], timeout_s=self.timeout_s)
         return [int(found[rank]) for rank in range(self.count)]
 
     def release(self) -> None:

@@ -12,12 +12,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field
 
-from refit_transport.config.base import Count, Number, Section, TokenId
+from refit_transport.config.base import Count, Number, Section, TokenId, Whole
 from refit_transport.config.keys import shown
 from refit_transport.config.schema import Megatron, Optimizer
 from refit_transport.rl.settings import KlType, TruncationType
 
-Whole = Annotated[int, Field(ge=0)]
 Positive = Annotated[Number, Field(gt=0)]
 NonNegative = Annotated[Number, Field(ge=0)]
 Fraction = Annotated[Number, Field(ge=0, le=1)]

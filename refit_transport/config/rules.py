@@ -62,7 +62,6 @@ RULES: tuple[Rule, ...] = (
         rules_limits.asynchronous_engine_has_one_stage,
         reads=(f"{VLLM}.async_engine", f"{VLLM}.pipeline_parallel_size"),
     ),
-    Rule(rules_limits.commit_is_available, reads=_of_both("commit")),
     Rule(rules_limits.vllm_precision_is_plain, reads=(f"{VLLM}.precision",)),
     Rule(rules_limits.context_is_whole, reads=(_CONTEXT,)),
     Rule(rules_limits.experts_stay_in_an_engine, reads=(_VLLM_TENSOR, _VLLM_EXPERT)),

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from refit_transport.config.facts import Job
 from refit_transport.config.keys import shown, value_at
-from refit_transport.config.paths import COLOCATED, GENERATION, MEGATRON, MODEL, REFIT_CFG, VLLM
+from refit_transport.config.paths import COLOCATED, GENERATION, MEGATRON, MODEL, VLLM
 from refit_transport.errors import Violation
 
 # NeMo RL's switches that add, remove or re-encode weights, and what they ask for.
@@ -118,15 +118,6 @@ def weights_are_the_checkpoints(job: Job) -> Iterator[Violation]:
     for path, what in OTHER_WEIGHTS.items():
         if value := value_at(job.document, path):
             yield Violation(path, shown(value), f"must be off: {what} are not available yet", "set it to false or null")
-
-
-def commit_is_available(job: Job) -> Iterator[Violation]:
-    """Only refits in place, so far."""
-    refit_cfg = job.config.policy.generation.refit_cfg
-    for name, settings in (("nccl_reshard", refit_cfg.nccl_reshard), ("gather_broadcast", refit_cfg.gather_broadcast)):
-        if settings.commit == "staged":
-            reason = "is not available yet: weights are received into the live parameters while generation is paused"
-            yield Violation(f"{REFIT_CFG}.{name}.commit", "'staged'", reason, "set it to in_place")
 
 
 def vllm_precision_is_plain(job: Job) -> Iterator[Violation]:

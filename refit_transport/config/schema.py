@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr
 
-from refit_transport.config.base import Count, Number, Port, Section, TokenId
+from refit_transport.config.base import Count, Number, Port, Section, TokenId, Whole
 from refit_transport.config.settings import RefitSettings
 from refit_transport.config.tiny_models import TINY_MODELS, TinyKind, tiny_config
 from refit_transport.config.transport_settings import NcclReshardSettings, Ranks, RefitCfg, TransportSettings
@@ -216,6 +216,8 @@ class RefitRun(Section):
     on_logprob_error: Literal["stop", "warn"] = "stop"
     # Seconds that a worker may take to start, to train a step, or to compute log-probabilities.
     worker_timeout_s: Annotated[Number, Field(gt=0)] = 600.0
+    # How often a dead engine of a GRPO or PPO job is started again; meanwhile training goes on with the others.
+    engine_restarts: Whole = 2
     # Where the refit reports go as JSON, relative to the working directory; null: nowhere.
     report: Annotated[str, Field(min_length=1)] | None = None
     # Makes policy.model_name before the run, replacing another model that an earlier run made there.
@@ -322,6 +324,7 @@ class RefitConfig(Section):
             staging_bytes=int(settings.staging_bytes),
             timeout_s=settings.timeout_s,
             verify=settings.verify,
+            commit=settings.commit,
         )
 
     def domains(self) -> tuple[Ranks, ...] | None:

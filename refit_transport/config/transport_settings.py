@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, ByteSize, Field, field_validator
 
 from refit_transport.config.base import MIB, Bytes, Number, Section
-from refit_transport.config.settings import FabricName, Nics, SharedMemory
+from refit_transport.config.settings import Commit, FabricName, Nics, SharedMemory
 from refit_transport.planning.routing import RouteRule
 from refit_transport.scheduling.broadcast import ChainKind
 from refit_transport.scheduling.scheduler import PassName
@@ -93,7 +93,9 @@ class TransportSettings(Section):
     # What is compared after the transfer: nothing, a checksum of a sample of the boxes, or of all.
     # YAML reads a bare `off` as false.
     verify: Annotated[Literal["off", "sample", "full"], BeforeValidator(_off_is_a_word)] = "sample"
-    commit: Literal["in_place", "staged"] = "in_place"
+    # in_place: into the weights, while generation stands still; a refit that fails midway leaves an engine fenced.
+    # staged: beside them, while the old version is served, in as much memory again; taken over when all have arrived.
+    commit: Commit = "in_place"
 
 
 class NcclReshardSettings(TransportSettings):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import secrets
 import socket
+import struct
 import threading
 import time
 import weakref
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -21,6 +22,7 @@ from refit_transport.fabrics.frames import Frame, FrameError, FrameReader, pack
 from refit_transport.fabrics.secret import Secret, new_nonce
 
 _READ_BYTES = 1 << 18
+_TIMEVAL = struct.Struct("@ll")
 _TRY_AGAIN_S = 0.02
 # An answer takes a millisecond, or much longer where all cores are busy; a short timeout isn't meant for it.
 LEAST_PATIENCE_S = 1.0
@@ -49,6 +51,7 @@ class _Connection:
     """A socket to the store, after both ends have proved that they know the secret."""
 
     def __init__(self, connection: socket.socket) -> None:
+        connection.settimeout(None)
         self._socket, self._reader = connection, FrameReader()
         self._frames: list[Frame] = []
 
@@ -74,17 +77,32 @@ class _Connection:
         return self._receive(deadline)
 
     def send(self, header: dict[str, Any], parts: Sequence[bytes], deadline: Deadline) -> None:
-        self._socket.settimeout(max(1e-3, deadline.remaining()))
-        self._socket.sendall(pack(header, parts))
+        data = pack(header, parts)
+        with self._within(socket.SO_SNDTIMEO, deadline):
+            self._socket.sendall(data)
 
     def _receive(self, deadline: Deadline) -> Frame:
         while not self._frames:
-            self._socket.settimeout(max(1e-3, deadline.remaining()))
-            data = self._socket.recv(_READ_BYTES)
+            with self._within(socket.SO_RCVTIMEO, deadline):
+                data = self._socket.recv(_READ_BYTES)
             if not data:
                 raise StoreGoneError("it closed the connection")
             self._frames += self._reader.feed(data)
         return self._frames.pop(0)
+
+    @contextmanager
+    def _within(self, option: int, deadline: Deadline) -> Iterator[None]:
+        """The kernel keeps the time: Python's own timeouts poll, which fails where no file number is free.
+
+        Raises:
+            TimeoutError: the deadline passed.
+        """
+        microseconds = max(1, int(deadline.remaining() * 1e6))
+        self._socket.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(*divmod(microseconds, 1_000_000)))
+        try:
+            yield
+        except BlockingIOError as error:
+            raise TimeoutError from error
 
     def close(self) -> None:
         self._socket.close()

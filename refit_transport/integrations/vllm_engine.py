@@ -4,10 +4,16 @@ Select it with `WeightTransferConfig(backend="refit_transport")`; `init_weight_t
 `start_weight_update` opens it, `update_weights` receives and makes every rank's kernels ready for the new weights, and
 `finish_weight_update` closes it. Nothing fences the engine in between: pause generation, or use
 `cluster.generation.GenerationWorker`.
+
+Where the job commits staged, `stage` (through `collective_rpc`; vLLM has no call for it) begins to receive beside the
+weights and returns at once, so that the engine goes on serving; the three calls then only take over what has arrived.
 """
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,13 +24,16 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from refit_transport.errors import TransferError
+from refit_transport.errors import DeadlineError, TransferError
 from refit_transport.fabrics.rendezvous import ControlChannel, Meeting
 from refit_transport.session import RefitSession
 from refit_transport.targets.base import Target
 from refit_transport.targets.joined import JoinedTarget
 from refit_transport.targets.vllm import VllmTarget
 from refit_transport.verification import Comparison
+
+# A transfer ends by its own deadline, with a better message: give it time to.
+_MARGIN_S = 10.0
 
 
 @dataclass
@@ -54,6 +63,43 @@ class RefitUpdateInfo(WeightTransferUpdateInfo):
     version: int
 
 
+class Staging:
+    """A version that is received in a thread of its own."""
+
+    def __init__(self, session: RefitSession, version: int) -> None:
+        self.version = version
+        self._patience_s = session.plan.job.settings.timeout_s + _MARGIN_S
+        self._done: Future[None] = Future()
+
+        def receive() -> None:
+            try:
+                session.transfer(version)
+            except BaseException as error:  # noqa: BLE001  # handed to whoever joins
+                self._done.set_exception(error)
+            else:
+                self._done.set_result(None)
+
+        threading.Thread(target=receive, name="refit-staging", daemon=True).start()
+
+    def join(self, version: int, *, rank: int) -> None:
+        """Returns when it has arrived.
+
+        Raises:
+            TransferError: another version is being received.
+            DeadlineError: it isn't there in time.
+            RefitTransportError: whatever the transfer raised.
+        """
+        if version != self.version:
+            reason = f"version {self.version} is being received, not {version}"
+            raise TransferError(rank, -1, "update_weights", "", reason)
+        try:
+            self._done.result(self._patience_s)
+        except FutureTimeoutError as error:
+            if self._done.done():
+                raise
+            raise DeadlineError(f"rank {rank}", "its own staging", "update_weights", self._patience_s) from error
+
+
 class RefitTransportEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo]):
     """See the module's docstring. vLLM constructs it in each worker after the model is loaded."""
 
@@ -66,6 +112,7 @@ class RefitTransportEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo])
         self._target: Target = VllmTarget(self.model, self.vllm_config)
         self._drafter: nn.Module | None = None
         self._session: RefitSession | None = None
+        self._staging: Staging | None = None
         self._version = -1
 
     def draft_with(self, drafter: nn.Module | None) -> None:
@@ -93,19 +140,43 @@ class RefitTransportEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo])
         )
         self._session = RefitSession.prepare(channel, target=self._target, version=self._version, node=init_info.node)
 
+    def stage(self, version: int) -> None:
+        """Begins to receive a version in a thread, while the engine serves; its errors are those of `update_weights`.
+
+        Raises:
+            TransferError: the job commits in place, or a version is being received already.
+        """
+        session = self._joined("stage")
+        rank = self.parallel_config.rank
+        if session.plan.job.settings.commit != "staged":
+            raise TransferError(
+                rank, -1, "stage", "", "the job's refits are in place; set refit_cfg's commit to staged"
+            )
+        if self._staging is not None:
+            raise TransferError(rank, -1, "stage", "", "a version is being received already")
+        session.begin()
+        self._staging = Staging(session, version)
+
     def start_weight_update(self) -> None:
         """Opens a refit: the weights are not to be used until it is finished."""
-        self._joined("start_weight_update").begin()
+        session = self._joined("start_weight_update")
+        if self._staging is None:
+            session.begin()
 
     def receive_weights(self, update_info: RefitUpdateInfo) -> None:
         """Receives, verifies if the job asks for it, and runs post-load processing where a layer needs it."""
-        session = self._joined("update_weights")
-        session.transfer(update_info.version)
-        self._version = session.version
+        session, staging = self._joined("update_weights"), self._staging
+        if staging is None:
+            session.transfer(update_info.version)
+        else:
+            self._staging = None
+            staging.join(update_info.version, rank=self.parallel_config.rank)
 
     def finish_weight_update(self) -> None:
-        """Closes the refit."""
-        self._joined("finish_weight_update").finish()
+        """Closes the refit; a staged one takes over now, on all targets or on none."""
+        session = self._joined("finish_weight_update")
+        session.finish()
+        self._version = session.version
 
     def compare(self) -> Comparison:
         """Compares what both sides hold now, between refits; collective over the whole refit.
@@ -115,7 +186,8 @@ class RefitTransportEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo])
         return self._joined("compare").compare()
 
     def shutdown(self) -> None:
-        """Leaves the refit."""
+        """Leaves the refit; what is being received is given up."""
+        self._staging = None
         if self._session is not None:
             self._session.close()
             self._session = None

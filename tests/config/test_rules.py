@@ -234,7 +234,7 @@ INDEPENDENT = [
     (f"{V}.gpu_memory_utilization", 0),
     (f"{V}.precision", "fp8"),
     (f"{G}.refit_transport", "nccl_rshard"),
-    (f"{N}.commit", "staged"),
+    (f"{N}.commit", "later"),
     (f"{N}.coverage", "some"),
     (f"{N}.timeout", 3),
     (f"{G}.refit_cfg.gather_broadcast.bucket_bytes", "17MiB"),

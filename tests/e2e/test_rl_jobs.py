@@ -71,12 +71,16 @@ class Jobs:
         )
         config = load_rl_config(RECIPES / recipe, resolve_transport=resolve, overrides=(*changes, *overrides))
         with tiny_model(Path(config.refit.policy.model_name), config.refit.refit_run.tiny_model):
-            workers = build_workers(config, PlacedGroups(tuple(groups), PortRange(), LOOPBACK))
+            workers = build_workers(config, PlacedGroups(tuple(groups), PortRange(), LOOPBACK, no_more))
             try:
                 workers.synchronizer.prepare()
                 yield loop_of(config, workers, run_folder(config), announce=lambda _: None).run(steps)
             finally:
                 collect([group.start("shutdown") for group in groups], timeout_s=TIMEOUT_S)
+
+
+def no_more(role, timeout_s):
+    raise AssertionError(f"{role} was to be started again")
 
 
 @pytest.fixture
