@@ -279,7 +279,7 @@ class AsyncGenerationWorker:
         if not all(task.done() for task in tasks):
             self._require_open("take")
             self._run(_settled(tasks, timeout_s), "take", timeout_s + _MARGIN_S)
-        samples = self._run(_results(tasks), "take", _MARGIN_S)
+        samples = _results(tasks)
         for ticket in tickets:
             del self._responses[ticket]
         return samples
@@ -384,7 +384,7 @@ class AsyncGenerationWorker:
         except WorkerError:
             raise
         except Exception as error:
-            raise WorkerError("generation", 0, call, f"{type(error).__name__}: {error}") from error
+            raise _unforeseen(call, error) from error
 
     def _require_open(self, call: str) -> None:
         if self._fenced:
@@ -418,8 +418,22 @@ async def _settled(tasks: Sequence[asyncio.Task[Sample]], timeout_s: float) -> N
         raise WorkerError("generation", 0, "take", f"{reason}; raise the timeout or lower max_tokens")
 
 
-async def _results(tasks: Sequence[asyncio.Task[Sample]]) -> list[Sample]:
+def _results(tasks: Sequence[asyncio.Task[Sample]]) -> list[Sample]:
+    """Of tasks that are finished, or of which one has failed.
+
+    Finished ones don't change any more, so the loop isn't asked, which may be busy admitting requests.
+
+    Raises:
+        WorkerError: one has failed.
+    """
     for task in tasks:
-        if task.done() and (error := task.exception()):
+        if not task.done() or (error := task.exception()) is None:
+            continue
+        if isinstance(error, WorkerError):
             raise error
+        raise _unforeseen("take", error) from error
     return [task.result() for task in tasks]
+
+
+def _unforeseen(call: str, error: BaseException) -> WorkerError:
+    return WorkerError("generation", 0, call, f"{type(error).__name__}: {error}")

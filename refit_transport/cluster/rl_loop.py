@@ -178,6 +178,8 @@ class Loop:
         with clock.timing("refit"):
             self.announce("refit")
             refit = self._publish()
+        # Before engines are busy with what they are asked for next.
+        ran = self._surviving(self.rollouts.activity)
         ages = spread_of_ages(rollout, self._version - 1)
         if not is_last:
             self._surviving(lambda: self.rollouts.after_refit(step))
@@ -186,7 +188,6 @@ class Loop:
         with clock.timing("save"):
             self._save(step, rollout, is_last=is_last)
         whole = Interval(began, time.time())
-        ran = self.rollouts.activity()
         validations, self._validations = tuple(self._validations), []
         return StepReport(
             step,
