@@ -69,13 +69,16 @@ def learns(record, folder, name, recipe, *overrides, launcher="grpo", **bars):
 
 def test_a_user_launches_a_moe_and_it_learns(tmp_path):
     """CI's short form of what `make nightly` runs whole."""
-    run = Run(tmp_path, "grpo-tiny-moe-cpu.yaml", "grpo.max_num_steps=45")
+    validation = ("data.validation.dataset_name=first_digit_echo", "grpo.val_at_start=true", "grpo.val_period=20")
+    run = Run(tmp_path, "grpo-tiny-moe-cpu.yaml", "grpo.max_num_steps=45", *validation)
     assert run.code == 0, run.err
     assert run.figures["first"] <= 0.12
     assert run.figures["last"] >= 0.75
     assert run.figures["error"] <= FP32
     assert run.figures["refit_share"] <= 0.10
     assert "reward of the last 5 steps" in run.out
+    assert "validation before the first step: reward 0.0" in run.out
+    assert "validation after step 40: reward 0." in run.out
 
 
 @pytest.mark.nightly
