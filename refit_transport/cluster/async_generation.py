@@ -29,7 +29,6 @@ from refit_transport.cluster.generation import (
     EngineConfig,
     RefitAddress,
     compare_served,
-    end_open_update,
     engine_environment,
     engine_options,
     live_parameters,
@@ -68,9 +67,6 @@ class WorkerCalls:
 
     Results are pickled, because vLLM's messages carry plain values only.
     """
-
-    def refit_end_open_update(self) -> None:
-        end_open_update(self)
 
     def refit_stage(self, version: int) -> None:
         stage_weights(self, version)
@@ -137,7 +133,6 @@ class AsyncGenerationWorker:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         async def join() -> None:
-            await self._llm.collective_rpc("refit_end_open_update")
             own = {**asdict(address), "node": self._node}
             await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=own))
 

@@ -80,7 +80,6 @@ class GenerationWorker:
 
     def join_refit(self, address: RefitAddress) -> None:
         """Joins the refit as this engine's ranks; collective over the whole refit."""
-        self._llm.collective_rpc(end_open_update)
         self._llm.init_weight_transfer_engine({"init_info": {**asdict(address), "node": self._node}})
 
     def stage(self, version: int) -> None:
@@ -251,16 +250,6 @@ def engine_options(config: EngineConfig) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",
         "seed": 0,
     }
-
-
-def end_open_update(worker: Any) -> None:
-    """A refit that failed elsewhere leaves vLLM's update open, and vLLM would refuse to start the next one."""
-    # vLLM's wrapper around a worker hands on what is read of it, and not what is written.
-    own = getattr(worker, "worker", worker)
-    if not hasattr(own, "_weight_update_active"):
-        expected = "the flag of an open weight update"
-        raise SeamError("vllm", metadata.version("vllm"), "Worker._weight_update_active", expected)
-    own._weight_update_active = False
 
 
 def compare_served(worker: Any) -> Comparison:
