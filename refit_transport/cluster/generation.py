@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from refit_transport.cluster.generation_stages import prepare_stage
 from refit_transport.cluster.sampling import SampleRequest, sample_of, vllm_parameters, vllm_prompt
+from refit_transport.compatibility import require
 from refit_transport.errors import SeamError, WorkerError
 from refit_transport.rl.trajectories import Sample
 
@@ -227,7 +228,12 @@ def _engine(config: EngineConfig) -> LLM:
 
 
 def engine_options(config: EngineConfig) -> dict[str, Any]:
-    """vLLM's arguments for an engine that takes refits and samples as `sampling` says."""
+    """vLLM's arguments for an engine that takes refits and samples as `sampling` says.
+
+    Raises:
+        MissingDependencyError, UnsupportedVersionError: there is no vLLM, or none that is supported.
+    """
+    require("vllm", needed_for="a generation worker")
     from vllm.config import WeightTransferConfig
 
     options: dict[str, Any] = {}

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from refit_transport.compatibility import require
 from refit_transport.integrations.vllm_plain_weights import use_plain_weights
 from refit_transport.integrations.vllm_seams import attribute, require_parameters, seam_error
 
@@ -39,8 +40,10 @@ def register() -> None:
     """Makes this process's vLLM ready for refits. Idempotent.
 
     Raises:
+        UnsupportedVersionError: of vLLM.
         SeamError: vLLM isn't as we know it at a place that we extend.
     """
+    require("vllm", needed_for="the vLLM plugin")
     is_cpu = attribute("vllm.platforms", "current_platform").is_cpu()
     if is_cpu:
         _permit_amx()

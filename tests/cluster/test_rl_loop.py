@@ -13,6 +13,7 @@ from refit_transport.cluster.rl_job import fingerprint
 from refit_transport.cluster.rl_loop import LogprobLimit, Loop
 from refit_transport.cluster.rollouts import AheadRollouts, Asking, FreshRollouts, spread_of_ages
 from refit_transport.cluster.run_state import RunFolder
+from refit_transport.cluster.validation import Validator
 from refit_transport.config.rl import load_rl_config
 from refit_transport.errors import ConfigError, ParityError, WorkerError
 from refit_transport.rl.tasks import FirstDigitEcho
@@ -127,18 +128,22 @@ def engines(monkeypatch):
     return found
 
 
+ANY_ERROR = LogprobLimit(float("inf"), stops=True)
+
+
 def loop(
     engines,
     rollouts,
     learner,
     *,
     folder=None,
-    limit=None,
+    limit=ANY_ERROR,
     period=2,
     fingerprint="job",
     published=None,
     crew=None,
     told=(),
+    **more,
 ):
     def sync(version):
         if crew is not None:
@@ -157,6 +162,7 @@ def loop(
         save_period=period,
         limit=limit,
         announce=told.append if told != () else lambda _: None,
+        **more,
     )
 
 
@@ -244,6 +250,76 @@ def test_samplers_that_compute_something_else_end_the_job_or_mark_the_step(engin
     assert not any(report.apart() for report in fine.run(2))
 
 
+class Served:
+    """Both sides' answers, with what they were asked and when."""
+
+    def __init__(self, errors):
+        self.errors, self.calls = iter(errors), []
+
+    def begin(self, samples):
+        self.calls.append(len(samples))
+
+    def finish(self):
+        self.calls.append("finish")
+        return LogprobError(error := next(self.errors), error)
+
+
+def test_samples_of_older_weights_are_not_what_the_refit_is_judged_by(engines):
+    """What training changed since is no error, and what both sides compute now is."""
+    limit, learner = LogprobLimit(1e-5, stops=True), Learner(error=0.7)
+    served = Served([1e-7, 1e-7, 2e-5])
+    running = loop(engines, ahead(max_age=1), learner, limit=limit, served=served).run(4)
+    reports = [next(running), next(running)]
+    with pytest.raises(ParityError, match="logprob_error_limit is 1e-05"):
+        next(running)
+    assert served.calls == [6, "finish"] * 3
+    assert [report.scalars()["logprob_error"] for report in reports] == [1e-7, 1e-7]
+    # The wrong weights were trained, but nothing was published after them.
+    assert engines.version == 2
+
+
+def test_an_engine_that_dies_in_the_comparison_is_left_out_of_it(engines):
+    crew, told = Crew(), []
+
+    class Dying(Served):
+        def finish(self):
+            if "a" in crew.serving:
+                crew.dead.add("a")
+                raise WorkerError("a", 0, "logprobs", "the process died")
+            return super().finish()
+
+    served = Dying([1e-7] * 2)
+    rollouts = FreshRollouts(crew, ASKING, timeout_s=7.0)
+    reports = list(loop(engines, rollouts, Learner(), crew=crew, told=told, served=served).run(2))
+    assert [report.logprob_error.mean for report in reports] == [1e-7, 1e-7]
+    assert "a has died, starting again" in told
+
+
+def test_validation_asks_the_same_after_every_period_and_at_both_ends(engines):
+    asking = replace(ASKING, prompts=5, samples=1)
+    validator = Validator(asking, period=2, start_at=4, at_start=True, at_end=True)
+    rollouts, drawn = FreshRollouts(Crew(), ASKING, timeout_s=7.0), []
+    draw = rollouts.draw
+
+    def remember(requests):
+        drawn.append((engines.version, [(r.prompt, r.seed) for r in requests]))
+        return draw(requests)
+
+    rollouts.draw = remember
+    reports = list(loop(engines, rollouts, Learner(), validator=validator).run(7))
+    found = {each.step: (report.step, each.samples) for report in reports for each in report.validations}
+    assert found == {0: (1, 5), 4: (4, 5), 6: (6, 5), 7: (7, 5)}
+    asked = [(version, what) for version, what in drawn if len(what) == 5]
+    # After a step the engines serve what it trained.
+    assert [version for version, _ in asked] == [0, 4, 6, 7]
+    assert all(what == asked[0][1] for _, what in asked)
+    trained = {seed for _, what in drawn if len(what) == 6 for _, seed in what}
+    assert not trained & {seed for _, seed in asked[0][1]}
+    assert "validation/reward" not in reports[0].scalars()
+    assert reports[0].to_json()["validations"][0]["step"] == 0
+    assert reports[3].scalars()["validation/reward"] == reports[3].validations[0].reward
+
+
 @pytest.mark.parametrize("in_flight", [False, True])
 @pytest.mark.parametrize("max_age", [1, 2, 3])
 def test_generation_runs_ahead_by_the_allowed_age_and_no_further(engines, max_age, in_flight):
@@ -308,6 +384,8 @@ def test_a_log_that_cannot_be_written_is_told_with_its_setting(tmp_path):
         ("grpo.max_num_steps=7", True),
         ("policy.train_micro_batch_size=64", True),
         ("checkpointing.save_period=3", True),
+        ("grpo.val_period=3", True),
+        ("data.validation.dataset_name=first_digit_echo", True),
         ("grpo.seed=1", False),
         ("policy.precision=bfloat16", False),
         ("policy.megatron_cfg.optimizer.lr=1.0e-4", False),
