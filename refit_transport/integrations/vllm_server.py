@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from typing import Any, Literal
 
 import requests
@@ -55,8 +56,14 @@ class ServerClient:
         self._everywhere("init_weight_transfer_engine", bodies)
 
     def start_weight_update(self) -> None:
-        """Pauses every server, and opens an update."""
-        self._everywhere("pause", parameters={"mode": self._in_flight, "clear_cache": "false"})
+        """Pauses every server, and opens an update. When a server doesn't pause, those that did go on."""
+        try:
+            self._everywhere("pause", parameters={"mode": self._in_flight, "clear_cache": "false"})
+        except WorkerError:
+            # Nothing has moved: what they hold is whole.
+            with suppress(WorkerError):
+                self._everywhere("resume")
+            raise
         self._everywhere("start_weight_update")
 
     def update_weights(self, update_info: Mapping[str, Any]) -> None:
@@ -66,7 +73,10 @@ class ServerClient:
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Closes the update under this version everywhere, drops what was cached, and lets the servers go on."""
         self._everywhere("finish_weight_update", [{"weight_version": weight_version}] * len(self._urls))
-        self._everywhere("reset_prefix_cache", parameters={"reset_running_requests": "true"})
+        answers = self._everywhere("reset_prefix_cache", parameters={"reset_running_requests": "true"})
+        for url, answer in answers.items():
+            if not answer.get("success", True):
+                raise WorkerError(url, -1, "reset_prefix_cache", "the server kept what it had cached under old weights")
         self._everywhere("resume")
 
     def versions(self) -> list[str]:
@@ -75,20 +85,20 @@ class ServerClient:
 
     def _everywhere(
         self, path: str, bodies: Sequence[Mapping[str, Any]] = (), *, parameters: Mapping[str, str] | None = None
-    ) -> None:
-        """Posts to all servers at once, and waits for all of them.
+    ) -> dict[str, dict[str, Any]]:
+        """Posts to all servers at once, and waits for all of them; their answers by URL.
 
         Raises:
-            WorkerError: the first that refused, after all have answered.
+            WorkerError: the first in time that failed, after all have answered: what others say often follows from it.
         """
         own = bodies or [{}] * len(self._urls)
         with ThreadPoolExecutor(len(self._urls)) as threads:
-            calls = [
-                threads.submit(self._call, url, path, body=body, parameters=parameters)
+            calls = {
+                threads.submit(self._call, url, path, body=body, parameters=parameters): url
                 for url, body in zip(self._urls, own, strict=True)
-            ]
-        for call in calls:
-            call.result()
+            }
+            done = list(as_completed(calls))
+        return {calls[call]: call.result() for call in done}
 
     def _call(
         self,

@@ -3,6 +3,7 @@
 import http.server
 import json
 import threading
+import time
 
 import pytest
 
@@ -117,6 +118,31 @@ def test_a_server_that_is_not_there_is_named(servers):
     with pytest.raises(ValueError, match="URL of a server"):
         ServerClient()
     assert urls
+
+
+def test_when_a_server_does_not_pause_the_others_go_on(servers):
+    urls, log = servers(of(1), of(1, pause=(500, {"error": "busy"})))
+    with pytest.raises(WorkerError, match="busy"):
+        ServerClient(*urls).start_weight_update()
+    assert (urls[0], "resume") in [(url, path) for url, path, _, _ in log]
+    assert "start_weight_update" not in [path for _, path, _, _ in log]
+
+
+def test_the_server_that_failed_first_is_named(servers):
+    def late(_):
+        time.sleep(0.5)
+        return {"error": "the other one failed"}
+
+    urls, _ = servers(of(1, update_weights=(500, late)), of(1, update_weights=(500, {"error": "a loader"})))
+    with pytest.raises(WorkerError, match="a loader"):
+        ServerClient(*urls).update_weights({"version": 1})
+
+
+def test_a_server_that_keeps_its_cache_stays_paused(servers):
+    urls, log = servers(of(1, reset_prefix_cache=(200, {"success": False})))
+    with pytest.raises(WorkerError, match="kept what it had cached"):
+        ServerClient(*urls).finish_weight_update("1")
+    assert "resume" not in [path for _, path, _, _ in log]
 
 
 def test_one_that_refuses_to_close_stays_paused(servers):
