@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -96,6 +97,8 @@ class _Execution:
         self._receives: dict[int, Work] = {}
         self._sends: dict[int, list[tuple[Transmission, Work | None]]] = {}
         self._spent = Spent()
+        # The step that the rank is at, for errors.
+        self._at = 0
         largest = max((step.nbytes for step in program.steps), default=0)
         self._window = max(_PAYLOADS_UNDER_WAY, _BYTES_UNDER_WAY // max(1, largest))
         self._lag = min(self._window, program.slots - 1)
@@ -103,6 +106,8 @@ class _Execution:
     def run(self) -> Spent:
         try:
             return self._execute()
+        except TransferError as error:
+            raise self._placed(error) from error.__cause__
         finally:
             # A raised error's frames keep this object alive, and with it the sockets, whose closing tells the peers.
             self._group, self._receives, self._sends = None, {}, {}
@@ -124,6 +129,7 @@ class _Execution:
 
     def _post(self, index: int, step: Step) -> None:
         """Starts to receive what comes over TCP."""
+        self._at = index
         if step.incoming is not None and step.shared is None:
             try:
                 with self._spent.timing("network"):
@@ -132,6 +138,7 @@ class _Execution:
                 raise self._failure(step, step.incoming, error) from error
 
     def _do(self, index: int, step: Step) -> None:
+        self._at = index
         if step.incoming is None:
             with self._spent.timing("pack"):
                 step.pack.make()
@@ -189,6 +196,7 @@ class _Execution:
 
     def _retire(self, index: int, step: Step) -> None:
         """Waits until everything that the step sent has gone."""
+        self._at = index
         for send, work in self._sends.pop(index, ()):
             if work is not None:
                 with self._spent.timing("network"):
@@ -204,6 +212,12 @@ class _Execution:
             raise self._failure(step, transmission, error) from error
         finally:
             del work
+
+    def _placed(self, error: TransferError) -> TransferError:
+        """The error, with the rank's round and the first tensor of its payload."""
+        steps = self._program.steps
+        reason = f"round {self._at + 1} of {len(steps)}: {error.reason}"
+        return replace(error, tensor=error.tensor or steps[self._at].tensor, reason=reason)
 
     def _failure(self, step: Step, transmission: Transmission, error: RuntimeError) -> TransferError:
         reason = str(error).splitlines()[0]
