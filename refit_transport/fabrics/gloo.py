@@ -16,6 +16,7 @@ from refit_transport.fabrics.deadline import Deadline
 from refit_transport.fabrics.program import Program, Step, Transmission
 from refit_transport.fabrics.shared_memory import SharedExchange
 from refit_transport.fabrics.slots import Slots
+from refit_transport.fabrics.store_client import StoreGoneError
 
 # Payloads, and bytes, that a rank has under way in each direction, whichever is more. More would only queue in the
 # kernel, where all progress alike and so arrive late: what must be passed on last would come last. Fewer leave the NIC
@@ -58,7 +59,8 @@ class GlooFabric:
         self._memory = Slots(memory, {} if exchange is None else exchange.memories)
         try:
             self._group: ProcessGroupGloo | None = ProcessGroupGloo(store, rank, world_size, options)
-        except RuntimeError as error:
+        except (RuntimeError, StoreGoneError, OSError) as error:
+            # gloo's own errors, and those of the store that it asks for its peers' addresses.
             raise TransferError(rank, -1, "connect", "", str(error).splitlines()[0]) from error
 
     @property

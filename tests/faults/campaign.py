@@ -20,6 +20,8 @@ from faults.fault import GRACE_S, TIMEOUT_S, Fault, World
 from faults.victim import HOST, Ended, Opening, Victim
 from rank_pool import free_port
 
+from refit_transport.bench.isolation import die_with_parent
+
 # Whoever takes longer hangs.
 _GIVE_UP_S = TIMEOUT_S + GRACE_S + 3.0
 # A store that a rank hasn't come to yet stays, to tell it why the session failed; gloo connects for up to five timeouts.
@@ -36,6 +38,7 @@ class Injection:
     victim: str
     point: str
     detected: bool = False
+    named: bool = False
     recovered: bool = False
     seconds: float = 0.0
     problems: list[str] = field(default_factory=list)
@@ -146,6 +149,11 @@ class Campaign:
                 found.problems.append(f"rank {rank} doesn't name rank {victim}: {end.error}")
             if failed and end.error not in found.said:
                 found.said.append(end.error)
+        found.named = victim < 0 or all(
+            f"rank {victim}" in said or f"ranks [{victim}]" in said or f"rank [{victim}]" in said for said in found.said
+        )
+        if fault.kind == "flip" and not all("verification of version" in said for said in found.said):
+            found.problems.append("an error doesn't say that it is the verification's")
         if last - struck > TIMEOUT_S + GRACE_S:
             found.problems.append(f"the last survivor knew after {last - struck:.1f} s")
         found.detected = expected != "all fail" or all(end is not None and end is not ENDED for end in ended.values())
@@ -240,13 +248,15 @@ class Campaign:
             if pid == 0:
                 _drive(listener, theirs, self.world.size, stop_at=(call, told), number=number)
             theirs.close()
-            self.crew.send("driven", path, version, TIMEOUT_S + 1.0)
-            ended = self.crew.gather(self.crew.pids, timeout_s=2 * _GIVE_UP_S)
-            struck = ours.recv() if ours.poll(0.0) else time.monotonic()
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            ours.close()
-            listener.close()
+            try:
+                self.crew.send("driven", path, version, TIMEOUT_S + 1.0)
+                ended = self.crew.gather(self.crew.pids, timeout_s=2 * _GIVE_UP_S)
+                struck = ours.recv() if ours.poll(0.0) else time.monotonic()
+            finally:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                ours.close()
+                listener.close()
         found.detected, last = True, struck
         for rank in self.crew.pids:
             end = ended.get(rank)
@@ -329,6 +339,7 @@ class Campaign:
 
 def _drive(listener: Any, pipe: Any, size: int, *, stop_at: tuple[str, int], number: int) -> None:
     """The driver's process: calls all ranks, one call after the other, and strikes itself."""
+    die_with_parent()
     try:
         ranks: dict[int, Any] = {}
         while len(ranks) < size:

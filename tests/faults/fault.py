@@ -94,8 +94,8 @@ class Fault:
 
     @property
     def is_named(self) -> bool:
-        """Whether every survivor's error must name the victim."""
-        return self.kind in ("kill", "stop", "wake", "loader", "reset store", "flip", "too slow")
+        """Whether every survivor's error must name the victim: of a silent one, whoever waits for it may be named."""
+        return self.kind in ("kill", "loader", "reset store") and self.point not in ("prepare", "connect")
 
 
 PLACES = ("begin", "agreed", *ROUNDS, "verify", "vote", "voted", "finished")

@@ -47,7 +47,7 @@ class Harm:
 
     def at(self, point: str) -> None:
         """The rank has come to this point."""
-        if self._done or self.fault is None or self.fault.point != point:
+        if not point or self._done or self.fault is None or self.fault.point != point:
             return
         self._done = True
         strike = {

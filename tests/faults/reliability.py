@@ -71,7 +71,10 @@ KINDS = {
 def tables(record: Mapping[str, Any]) -> str:
     """The record as Markdown."""
     injections = [Injection(**each) for each in record["injections"]]
-    lines = ["| fault | struck | noticed or harmless | recovered | median s | most s |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| fault | struck | noticed or harmless | victim named by all | recovered | median s | most s |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for kind, words in KINDS.items():
         found = [each for each in injections if each.kind == kind]
         if found:
@@ -93,9 +96,8 @@ def tables(record: Mapping[str, Any]) -> str:
 def _row(words: str, found: Sequence[Injection]) -> str:
     seconds = [each.seconds for each in found]
     detected, recovered = sum(each.detected for each in found), sum(each.recovered for each in found)
-    return (
-        f"| {words} | {len(found)} | {detected} | {recovered} | {statistics.median(seconds):.2f} | {max(seconds):.2f} |"
-    )
+    named = sum(each.named for each in found)
+    return f"| {words} | {len(found)} | {detected} | {named} | {recovered} | {statistics.median(seconds):.2f} | {max(seconds):.2f} |"
 
 
 def cases() -> str:
