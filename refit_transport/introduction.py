@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 
 from refit_transport.config.settings import RefitSettings
-from refit_transport.errors import TransferError
+from refit_transport.errors import AgreementError, TransferError
 from refit_transport.fabrics.deadline import Deadline
 from refit_transport.fabrics.rendezvous import ControlChannel
 from refit_transport.layout.manifest import Manifest, RankManifest
@@ -33,6 +33,8 @@ def introduce(
         channel.publish("settings", settings.to_json())
     deadline = Deadline(settings.timeout_s if settings is not None else channel.timeout_s)
     agreed = RefitSettings.from_json(channel.collect("settings", (0,), deadline=deadline)[0])
+    if settings is not None:
+        _check_settings(settings, agreed, rank)
     channel.publish("rank", {"source": source is not None, "target": target is not None})
     ranks = channel.collect("rank", everyone, deadline=deadline)
     sources = [number for number in everyone if ranks[number]["source"]]
@@ -62,6 +64,15 @@ def introduce(
     # Ranks without a side don't relay for others.
     job = Job(held, wanted, found.renumbered({number: number for number in {*sources, *targets}}), agreed)
     return job, Endpoint(rank, source, own_source, target, own_target)
+
+
+def _check_settings(own: RefitSettings, agreed: RefitSettings, rank: int) -> None:
+    """Refuses settings of this rank's that aren't rank 0's, which count; names the first that differs."""
+    for field in fields(RefitSettings):
+        mine, theirs = getattr(own, field.name), getattr(agreed, field.name)
+        if mine != theirs:
+            values = ((repr(theirs), (0,)), (repr(mine), (rank,)))
+            raise AgreementError(f"the setting {field.name}", values)
 
 
 def _publish_manifest(channel: ControlChannel, manifest: RankManifest) -> None:

@@ -152,6 +152,8 @@ class RefitSession:
             if len(self._topics) == self._topics.maxlen:
                 self._channel.forget(self._topics[0])
             if version > self.version:
+                # Whoever was late has taken its time from the wait before, not from what follows.
+                deadline = Deadline(self._settings.timeout_s)
                 self._deliver(version, deadline)
                 self._vote("what arrived", version, deadline)
         if version <= self.version:

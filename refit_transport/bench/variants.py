@@ -7,7 +7,7 @@ from typing import Literal
 
 from refit_transport.bench.lab import Wiring
 from refit_transport.bench.workload import Model
-from refit_transport.config.settings import FabricName, RefitSettings
+from refit_transport.config.settings import FabricName, RefitSettings, Verify
 from refit_transport.planning.routing import Coverage
 from refit_transport.scheduling.scheduler import PassName
 
@@ -21,7 +21,8 @@ class Variant:
 
     name: its key in tables and figures. transport: the registry's name. disabled: schedule passes that are off.
     chains: of `gather_broadcast`, one chain per NIC or a single one. shared_memory: between ranks of one host.
-    coverage: of `nccl_reshard`. fabric: what moves the bytes. model: refits this model and not the case's.
+    coverage: of `nccl_reshard`. fabric: what moves the bytes. verify: whether targets are compared with the sources; as
+        in the settings when None. model: refits this model and not the case's.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Variant:
     shared_memory: Literal["auto", "off"] = "auto"
     coverage: Coverage = "all"
     fabric: FabricName = "auto"
+    verify: Verify | None = None
     model: Model | None = None
 
     def applied_to(self, settings: RefitSettings) -> RefitSettings:
@@ -44,12 +46,14 @@ class Variant:
             chains=self.chains,
             shared_memory=self.shared_memory,
             fabric=self.fabric,
+            verify=settings.verify if self.verify is None else self.verify,
         )
 
 
 FLAT_PASSES: tuple[PassName, ...] = ("local", "deduplicate", "balance", "stripe", "forward")
 
 OURS = Variant("ours")
+VERIFIED = Variant("verified", verify="full")
 FLAT = Variant("flat", disabled=FLAT_PASSES)
 FLAT_TCP = Variant("flat over TCP", disabled=FLAT_PASSES, shared_memory="off")
 WITHOUT_BALANCE = Variant("without balance", disabled=("balance",))

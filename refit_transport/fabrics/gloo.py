@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +17,7 @@ from refit_transport.fabrics.program import Program, Step, Transmission
 from refit_transport.fabrics.secret import Secret
 from refit_transport.fabrics.shared_memory import SharedExchange
 from refit_transport.fabrics.slots import Slots
+from refit_transport.fabrics.store_client import StoreGoneError
 
 # Payloads, and bytes, that a rank has under way in each direction, whichever is more. More would only queue in the
 # kernel, where all progress alike and so arrive late: what must be passed on last would come last. Fewer leave the NIC
@@ -65,7 +67,8 @@ class GlooFabric:
         self._memory = Slots(memory, {} if exchange is None else exchange.memories)
         try:
             self._group: ProcessGroupGloo | None = ProcessGroupGloo(store, rank, world_size, options)
-        except RuntimeError as error:
+        except (RuntimeError, StoreGoneError, OSError) as error:
+            # gloo's own errors, and those of the store that it asks for its peers' addresses.
             raise TransferError(rank, -1, "connect", "", str(error).splitlines()[0]) from error
         try:
             self._prove(world_size, secret, deadline)
@@ -138,6 +141,8 @@ class _Execution:
         self._receives: dict[int, Work] = {}
         self._sends: dict[int, list[tuple[Transmission, Work | None]]] = {}
         self._spent = Spent()
+        # The step that the rank is at, for errors.
+        self._at = 0
         largest = max((step.nbytes for step in program.steps), default=0)
         self._window = max(_PAYLOADS_UNDER_WAY, _BYTES_UNDER_WAY // max(1, largest))
         self._lag = min(self._window, program.slots - 1)
@@ -145,6 +150,8 @@ class _Execution:
     def run(self) -> Spent:
         try:
             return self._execute()
+        except TransferError as error:
+            raise self._placed(error) from error.__cause__
         finally:
             # A raised error's frames keep this object alive, and with it the sockets, whose closing tells the peers.
             self._group, self._receives, self._sends = None, {}, {}
@@ -166,6 +173,7 @@ class _Execution:
 
     def _post(self, index: int, step: Step) -> None:
         """Starts to receive what comes over TCP."""
+        self._at = index
         if step.incoming is not None and step.shared is None:
             try:
                 with self._spent.timing("network"):
@@ -174,6 +182,7 @@ class _Execution:
                 raise self._failure(step, step.incoming, error) from error
 
     def _do(self, index: int, step: Step) -> None:
+        self._at = index
         if step.incoming is None:
             with self._spent.timing("pack"):
                 step.pack.make()
@@ -231,6 +240,7 @@ class _Execution:
 
     def _retire(self, index: int, step: Step) -> None:
         """Waits until everything that the step sent has gone."""
+        self._at = index
         for send, work in self._sends.pop(index, ()):
             if work is not None:
                 with self._spent.timing("network"):
@@ -246,6 +256,12 @@ class _Execution:
             raise self._failure(step, transmission, error) from error
         finally:
             del work
+
+    def _placed(self, error: TransferError) -> TransferError:
+        """The error, with the rank's round and the first tensor of its payload."""
+        steps = self._program.steps
+        reason = f"round {self._at + 1} of {len(steps)}: {error.reason}"
+        return replace(error, tensor=error.tensor or steps[self._at].tensor, reason=reason)
 
     def _failure(self, step: Step, transmission: Transmission, error: RuntimeError) -> TransferError:
         reason = str(error).splitlines()[0]

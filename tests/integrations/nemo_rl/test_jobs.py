@@ -123,9 +123,9 @@ def assert_serves(case: Case, found: dict[str, Any]) -> None:
 MOE = {"tensor": 2, "expert": 2, "expert_tensor": 1, "sequence_parallel": True}
 CASES = {
     "GRPO, Megatron, sync, a failure": Case(settings={**SETTINGS, "timeout_s": 20}, seeds=(3, None, 4)),
-    "PPO, FSDP2, async": Case(algorithm="ppo", backend="dtensor", is_async=True),
 }
 NIGHTLY = {
+    "PPO, FSDP2, async": Case(algorithm="ppo", backend="dtensor", is_async=True),
     "GRPO, Megatron ETP2, two engines": Case(kind="moe", parallelism={"tensor": 2, "expert_tensor": 2}, engines=2),
     "GRPO, Megatron PP2 VPP2, async TP2": Case(
         parallelism={"pipeline": 2, "virtual_pipeline": 2}, is_async=True, tensor=2, layers=4

@@ -1,0 +1,167 @@
+"""Runs the campaign and writes docs/reliability.md from its record.
+
+python tests/faults/reliability.py run RECORD.json [PART/PARTS]    strikes; adds to the record
+python tests/faults/reliability.py render RECORD.json DOC.md       the page
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).parents[1])]
+
+from faults.campaign import Campaign, Injection, strike_all
+from faults.case_tests import ALL
+from faults.fault import World
+from faults.network import strike_systems
+from faults.worlds import TWO, whole
+
+SOAK = 500
+
+HEAD = """# Reliability
+
+A refit is delivered to every target or to none. This page is what was done to it to find out, and what came of it; it is
+generated (`make faults`, as root, some 20 minutes) and a test compares it with the record.
+
+## What is promised
+
+- Nothing moves before all ranks have agreed on version, plan and settings, and nobody returns from `transfer` before
+  every target has everything, verified if the settings ask for it.
+- Every survivor of a fault raises within `timeout_s` and 5 s. A process that ends is noticed at once, since its
+  connection closes; one that hangs, after `timeout_s`.
+- A target in whose weights something has been written is fenced until a complete refit. `commit: staged` writes beside them:
+  after an error of `transfer` the old version is served, whole.
+- After a fault, the ranks that are left and those that replace the others open a new session, whose first refit is exact.
+
+Errors name rank, phase, round and first tensor of the payload, as far as the rank that finds the fault can know them, and
+the host of a rank whose process has ended.
+
+## Fault campaign
+
+Jobs of 2 + 2, 4 + 4 and 8 + 8 processes refit {tensors} tensors in rounds of 8 KiB with `timeout_s: 2`, `verify: full`, in place
+and staged, through shared memory and over TCP. A rank is struck at an exact point: while a session is opened, before
+and after the agreement, in four rounds, while it verifies, loads or takes over, before and after each vote. After every
+blow: each survivor said what it had to, in time; each target serves one whole version or is fenced, and all that serve
+serve the same (every element is compared); a new session's refit is exact; no process, socket, segment or namespace is
+left, and no survivor has more descriptors or threads than at the start. Seconds are from the blow to the last survivor's error.
+
+"""
+
+KINDS = {
+    "kill": "SIGKILL", "stop": "SIGSTOP", "wake": "SIGSTOP, then SIGCONT when the others have given up",
+    "reset peers": "its connections to the other ranks are reset", "reset store": "its connection to rank 0 is reset",
+    "slow": "20 times slower, within the timeout", "too slow": "slower than the timeout", "loader": "its loader raises",
+    "flip": "one bit flips on the way", "wall clock": "the wall clock jumps by an hour",
+    "monotonic clock": "the monotonic clock jumps by an hour", "settings": "other settings",
+    "schema": "another schema of messages", "plan": "another plan", "repeated version": "a version again",
+    "older version": "an older version", "another version": "one rank means another version",
+    "another model": "one rank has another model", "port": "the port is taken", "two jobs": "another job beside it",
+    "zombie": "an old incarnation comes back", "driver killed": "SIGKILL of the process that drives the ranks",
+    "driver stopped": "SIGSTOP of it", "cut": "the network between two domains is cut, and heals",
+    "full disk": "no space for temporary files", "full memory": "/dev/shm full, temporary files there",
+}  # fmt: skip
+
+
+def tables(record: Mapping[str, Any]) -> str:
+    """The record as Markdown."""
+    injections = [Injection(**each) for each in record["injections"]]
+    lines = [
+        "| fault | struck | noticed or harmless | victim named by all | recovered | median s | most s |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for kind, words in KINDS.items():
+        found = [each for each in injections if each.kind == kind]
+        if found:
+            lines.append(_row(words, found))
+    lines.append(_row("**all**", injections))
+    worlds = sorted({(each.world, each.commit) for each in injections})
+    struck = (f"{w} {c}: {sum((e.world, e.commit) == (w, c) for e in injections)}" for w, c in worlds)
+    soak = record["soak"]
+    grown = f"{soak['descriptors']} descriptors, {soak['threads']} threads, {soak['values']} values in the store and "
+    lines += [
+        "",
+        f"Blows by job: {', '.join(struck)}.",
+        "",
+        f"{soak['refits']} refits in a row: {grown}{soak['memory'] / 2**20:.1f} MiB (of the rank that grew most) more at the end.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _row(words: str, found: Sequence[Injection]) -> str:
+    seconds = [each.seconds for each in found]
+    detected, recovered = sum(each.detected for each in found), sum(each.recovered for each in found)
+    named = sum(each.named for each in found)
+    return f"| {words} | {len(found)} | {detected} | {named} | {recovered} | {statistics.median(seconds):.2f} | {max(seconds):.2f} |"
+
+
+def cases() -> str:
+    """The cases and their tests as Markdown."""
+    lines = ["| case | what happens | right result | tests |", "|---|---|---|---|"]
+    for case in ALL:
+        tests = ", ".join(f"`{test.removeprefix('tests/')}`" for test in case.tests)
+        lines.append(f"| F{case.number} | {case.what} | {case.right} | {tests} |")
+    return "\n".join(lines) + "\n"
+
+
+def page(record: Mapping[str, Any]) -> str:
+    """The whole page."""
+    text = HEAD.replace("{tensors}", "12") + tables(record)
+    return f"{text}\n## Cases\n\nWhat has gone wrong elsewhere, each a test.\n\n{cases()}"
+
+
+def soak(refits: int) -> dict[str, Any]:
+    """Many refits in a row; what the rank that grew most has more at the end than after the first tenth."""
+    with Campaign(World("2+2", *TWO, 1)) as campaign:
+        crew, version = campaign.crew, campaign._version
+        _well(crew, version, refits // 10)
+        crew.call("settle")
+        before, values = crew.call("footprint", None, 0.0), crew.call("kept", ranks=[0])[0]
+        _well(crew, version + refits // 10, refits - refits // 10)
+        crew.call("settle")
+        after, more = crew.call("footprint", None, 0.0), crew.call("kept", ranks=[0])[0]
+    return {
+        "refits": refits,
+        "values": more - values,
+        **{
+            name: max(getattr(after[rank], name) - getattr(before[rank], name) for rank in before)
+            for name in ("descriptors", "threads", "memory")
+        },
+    }
+
+
+def _well(crew: Any, version: int, refits: int) -> None:
+    for rank, end in crew.call("refits", version + 1, refits, timeout_s=200.0).items():
+        if end.error:
+            raise RuntimeError(f"rank {rank}: {end.error}")
+
+
+def main() -> None:
+    """See the module."""
+    command, path = sys.argv[1], Path(sys.argv[2])
+    record = json.loads(path.read_text()) if path.exists() else {"injections": [], "soak": None}
+    if command == "render":
+        Path(sys.argv[3]).write_text(page(record))
+        return
+    part, parts = map(int, (sys.argv[3] if len(sys.argv) > 3 else "0/1").split("/"))
+    jobs = [*whole()]
+    for number, (world, faults) in enumerate(jobs):
+        if number % parts == part:
+            record["injections"] += [asdict(each) for each in strike_all(world, faults)]
+    if part == parts - 1:
+        record["injections"] += [asdict(each) for each in strike_systems(repeats=2)]
+        record["soak"] = soak(SOAK)
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    problems = [each for each in record["injections"] if each["problems"]]
+    for each in problems:
+        print(each)  # noqa: T201
+    sys.exit(bool(problems))
+
+
+if __name__ == "__main__":
+    main()
