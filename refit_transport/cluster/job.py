@@ -318,8 +318,8 @@ def _environment(resources: Mapping[str, float], scratch: Path | None) -> dict[s
         # vLLM's helpers, which takes longer than a small job.
         environment |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
     if scratch is not None:
-        # vLLM binds sockets there and never unlinks them.
-        environment["VLLM_RPC_BASE_PATH"] = str(scratch)
+        # vLLM leaves sockets and files of process groups there.
+        environment |= {"VLLM_RPC_BASE_PATH": str(scratch), "TMPDIR": str(scratch)}
     return environment
 
 
