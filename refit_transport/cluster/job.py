@@ -96,8 +96,7 @@ def _ray(address: str, **options: Any) -> Iterator[None]:
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     # Ray tells of a dead worker on stdout, where our JSON goes, and has no switch for it; our error says it too.
     ray._private.worker.print_to_stdstream = lambda *_, **__: None
-    # While it starts, Ray would answer SIGTERM itself: drain its node for up to half a minute, and end this process
-    # with a code of its own.
+    # While it starts, Ray would answer SIGTERM itself, by leaving its own start wherever that is.
     ray._private.utils.set_sigterm_handler = lambda _: None
     with _ending_in_order() as go_on:
         try:
@@ -319,8 +318,8 @@ def _environment(resources: Mapping[str, float], scratch: Path | None) -> dict[s
         # vLLM's helpers, which takes longer than a small job.
         environment |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
     if scratch is not None:
-        # vLLM binds sockets there and never unlinks them.
-        environment["VLLM_RPC_BASE_PATH"] = str(scratch)
+        # vLLM leaves sockets and files of process groups there.
+        environment |= {"VLLM_RPC_BASE_PATH": str(scratch), "TMPDIR": str(scratch)}
     return environment
 
 
