@@ -7,6 +7,7 @@ BIN := $(VENV)/bin
 LOCK := requirements/cpu.txt
 RECORDS := tests/results/support
 FAULTS := tests/results/faults/campaign.json
+RL_RECORDS := tests/results/rl
 
 # pip writes nothing but progress to the terminal, and never asks.
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -47,10 +48,12 @@ format: $(VENV)/.installed ## Format and fix what can be fixed mechanically
 	$(BIN)/ruff check --fix .
 
 # Records start anew, so that nothing is listed that was not run; a failed test is listed as failed.
-nightly: check ## All tests, also those that CI leaves out, with many more random examples; writes docs/support.md
-	rm -rf $(RECORDS)
-	$(BIN)/python -m pytest -m "nightly or not nightly" --hypothesis-profile=nightly --support-records $(RECORDS); \
-	  status=$$?; $(BIN)/python tests/support_matrix.py $(RECORDS) docs/support.md && exit $$status
+nightly: check ## All tests, also those that CI leaves out, with many more random examples; writes docs/support.md and docs/rl-figures.md
+	rm -rf $(RECORDS) $(RL_RECORDS)
+	$(BIN)/python -m pytest -m "nightly or not nightly" --hypothesis-profile=nightly \
+	  --support-records $(RECORDS) --rl-records $(RL_RECORDS); \
+	  status=$$?; $(BIN)/python tests/support_matrix.py $(RECORDS) docs/support.md \
+	  && $(BIN)/python tests/rl_figures.py $(RL_RECORDS) docs/rl-figures.md && exit $$status
 
 clean: ## Remove the environment, the caches and the demo's output
 	rm -rf $(VENV) demo-output rl-output bench-output build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

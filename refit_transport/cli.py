@@ -187,6 +187,31 @@ def verify(config: ConfigFile, *, overrides: Overrides = None, as_json: AsJson =
 
 
 @app.command()
+def doctor(
+    config: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG]", help="Also check what this job needs of the machine.")
+    ] = None,
+    *,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check this machine: versions, ports, interfaces, shared memory, limits, NCCL, Ray, vLLM's plugin."""
+    from rich.console import Console
+
+    from refit_transport.cli_doctor import has_failed, render_findings
+    from refit_transport.doctor import Environment, diagnose
+
+    checked = load(config, overrides) if config is not None else None
+    findings = diagnose(Environment.here(os.environ), checked)
+    if as_json:
+        print_json({"checks": [finding.to_json() for finding in findings], "failed": has_failed(findings)})
+    else:
+        Console(markup=False, highlight=False).print(render_findings(findings))
+    if has_failed(findings):
+        raise typer.Exit(ExitCode.FAILED)
+
+
+@app.command()
 def bench(
     *,
     lab: Annotated[bool, typer.Option("--lab", help="Refits in rate-limited network namespaces; needs root.")] = False,

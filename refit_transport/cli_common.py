@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from refit_transport.errors import ConfigError, MissingDependencyError, RefitTransportError, UnknownTransportError
+from refit_transport.errors import (
+    ConfigError,
+    MissingDependencyError,
+    RefitTransportError,
+    UnknownTransportError,
+    UnsupportedVersionError,
+)
 
 if TYPE_CHECKING:
     from refit_transport.config.rules import Purpose
@@ -35,7 +41,7 @@ def telling_errors() -> Iterator[None]:
     """Turns this package's errors into a message and an exit code."""
     try:
         yield
-    except (ConfigError, UnknownTransportError, MissingDependencyError) as error:
+    except (ConfigError, UnknownTransportError, MissingDependencyError, UnsupportedVersionError) as error:
         typer.echo(f"refit-transport: {error}", err=True)
         raise typer.Exit(ExitCode.WRONG_USAGE) from None
     except RefitTransportError as error:
@@ -67,9 +73,15 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")
 
 
 def load(config: Path, overrides: list[str] | None, *, purpose: Purpose = "run") -> RefitConfig:
-    """The configuration that a command runs on, checked for what the command does with it."""
+    """The configuration that a command runs on, checked for what the command does with it.
+
+    What is to run is refused where an installed package has an unsupported version.
+    """
+    from refit_transport.compatibility import check_installed
     from refit_transport.config.load import load_config
 
+    if purpose == "run":
+        check_installed()
     return load_config(config, resolve_transport=usable_transport, overrides=overrides or (), purpose=purpose)
 
 

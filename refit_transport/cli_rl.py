@@ -40,6 +40,9 @@ def launch(algorithm: Literal["grpo", "ppo"]) -> None:
 def _run(algorithm: str, path: Path, overrides: Sequence[str], plot: Path | None, *, as_json: bool) -> None:
     from rich.console import Console
 
+    from refit_transport.compatibility import check_installed
+
+    check_installed()
     from refit_transport.cluster.rl_job import run_steps
     from refit_transport.config.rl import load_rl_config
     from refit_transport.optional import optional_module
@@ -64,13 +67,14 @@ def _run(algorithm: str, path: Path, overrides: Sequence[str], plot: Path | None
                 if not as_json:
                     _show_step(report, console, kl=config.sections.loss_fn.reference_policy_kl_penalty)
         finally:
+            # Also after a failure or Ctrl-C: of the steps that there were.
             if plot is not None and reports:
                 plot_steps(reports, plot)
-    if as_json:
-        print_json({"steps": [report.to_json() for report in reports]})
-    elif reports:
-        _show_end(reports, config, console)
-    else:
+            if as_json:
+                print_json({"steps": [report.to_json() for report in reports]})
+            elif reports:
+                _show_end(reports, config, console)
+    if not as_json and not reports:
         where = config.sections.checkpointing.checkpoint_dir
         console.print(f"There is nothing to do: the checkpoints in {where} have all {steps} steps behind them.")
     if wrong := [error for report in reports if (error := report.apart())]:
@@ -145,6 +149,13 @@ def _show_step(report: StepReport, console: Console, *, kl: float) -> None:
         ),
         soft_wrap=True,
     )
+    for each in report.validations:
+        when = f"after step {each.step}" if each.step else "before the first step"
+        console.print(
+            f"validation {when}: reward {each.reward:.3f}, length {each.length:.1f}, {each.samples} samples in "
+            f"{each.seconds:.2f} s",
+            soft_wrap=True,
+        )
     if error := report.apart():
         console.print(
             f"WARNING: step {report.step}: trainer and samplers differ by {error.difference:.1e} nats on average "
@@ -175,7 +186,7 @@ def _summary(reports: Sequence[StepReport]) -> Table:
     table = Table(title=f"{len(reports)} steps", show_header=False)
     table.add_row(f"reward of the first {min(_LAST, len(rewards))} steps", f"{mean(rewards[:_LAST]):.3f}")
     table.add_row(f"reward of the last {min(_LAST, len(rewards))} steps", f"{mean(rewards[-_LAST:]):.3f}")
-    worst = max(report.learned.logprob_error.mean for report in reports)
+    worst = max(report.logprob_error.mean for report in reports)
     table.add_row("largest mean |log-probability error| of a step", f"{worst:.1e}")
     table.add_row("refits' share of the time", f"{sum(report.seconds['refit'] for report in reports) / total:.1%}")
     overlaps = [report.overlap for report in reports if report.overlap is not None]

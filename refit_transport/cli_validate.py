@@ -67,6 +67,7 @@ def _summary(config: RefitConfig) -> dict[str, object]:
             "expert": megatron.expert_model_parallel_size,
             "expert tensor": megatron.expert_tensor_ranks,
         },
+        **({"critic ranks": config.critic_ranks} if config.critic_ranks else {}),
         "generation ranks": config.generation_ranks,
         "generation layout": {
             "tensor": vllm.tensor_parallel_size,

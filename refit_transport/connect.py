@@ -18,6 +18,7 @@ from refit_transport.fabrics.gloo import GlooFabric, address_toward
 from refit_transport.fabrics.nccl import NcclFabric
 from refit_transport.fabrics.nccl_m2n import NcclM2nFabric, load_m2n, m2n_obstacles
 from refit_transport.fabrics.rendezvous import ControlChannel
+from refit_transport.fabrics.secret import Secret
 from refit_transport.fabrics.shared_memory import SharedExchange
 from refit_transport.fabrics.shared_segment import SlotMemory, host_identity
 from refit_transport.scheduling.topology import Topology
@@ -169,6 +170,9 @@ def _connect_gloo(
         segment.close()
     else:
         memory = _slot_memory(slot_bytes, torch.device("cpu"))
+    if channel.rank == 0:
+        channel.publish("gloo", Secret.new().text)
+    [secret] = channel.collect("gloo", (0,), deadline=deadline)
     connect = partial(
         GlooFabric,
         channel.group_store("gloo"),
@@ -177,6 +181,7 @@ def _connect_gloo(
         address=address_toward(channel.host),
         timeout_s=settings.timeout_s,
         memory=memory,
+        secret=Secret(secret),
         exchange=exchange,
     )
     return _within(channel, settings, connect)

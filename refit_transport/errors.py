@@ -101,6 +101,19 @@ class MissingDependencyError(_FieldError):
 
 
 @dataclass(eq=False)
+class UnsupportedVersionError(_FieldError):
+    """An installed package has a version that this one doesn't work with (see `compatibility`)."""
+
+    package: str
+    found: str
+    supported: str
+    remedy: str
+
+    def message(self) -> str:
+        return f"{self.package} {self.found} isn't supported: it must be {self.supported}; {self.remedy}"
+
+
+@dataclass(eq=False)
 class SeamError(_FieldError):
     """A place where we extend another package isn't as we know it, so extending it would be a guess."""
 

@@ -165,8 +165,12 @@ def preset_job(config: RefitConfig) -> Job:
 
 
 def _assumed_places(config: RefitConfig) -> dict[int, Place]:
-    """Whole nodes in rank order."""
-    return {rank: Place(f"node {rank // config.cluster.gpus_per_node}") for rank in range(config.cluster.ranks)}
+    """Whole nodes in rank order; a critic lies between training and generation."""
+    found = {}
+    for rank in range(config.refit_ranks):
+        gpu = rank if rank < config.training_ranks else rank + config.critic_ranks
+        found[rank] = Place(f"node {gpu // config.cluster.gpus_per_node}")
+    return found
 
 
 def assumptions_of(config: RefitConfig) -> tuple[str, ...]:

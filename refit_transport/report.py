@@ -116,12 +116,16 @@ class PlanSummary:
 
 @dataclass(frozen=True, slots=True)
 class RefitReport:
-    """One refit. Seconds of a phase are the slowest rank's; `total_seconds` is rank 0's, from start to last report."""
+    """One refit. Seconds of a phase are the slowest rank's; `total_seconds` is rank 0's, from start to last report.
+
+    `refused`: connections that the session's rendezvous has dropped so far, by what was wrong with them.
+    """
 
     version: int
     total_seconds: float
     summary: PlanSummary
     ranks: tuple[RankReport, ...]
+    refused: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -156,6 +160,9 @@ def render_notes(report: RefitReport) -> list[str]:
     by_reason: dict[str, list[str]] = defaultdict(list)
     for layer, reason in report.private_layers.items():
         by_reason[reason].append(layer)
+    if report.refused:
+        kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(report.refused.items()))
+        notes.append(f"refused at the rendezvous: {sum(report.refused.values())} connections ({kinds})")
     return notes + [f"private layout, {reason}: {_names(layers)}" for reason, layers in by_reason.items()]
 
 

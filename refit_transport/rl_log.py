@@ -73,7 +73,7 @@ def plot_steps(reports: Sequence[StepReport], path: Path) -> None:
     curves = (
         ("mean reward", [report.rollout.mean_reward() for report in reports], _REWARD),
         ("refit, % of the step's time", [100 * report.refit_share for report in reports], _REFIT),
-        ("|log-probability error|, nats", [report.learned.logprob_error.mean for report in reports], _ERROR),
+        ("|log-probability error|, nats", [report.logprob_error.mean for report in reports], _ERROR),
     )
     for panel, (label, values, colour) in zip(panels, curves, strict=True):
         panel.plot(steps, values, color=colour, linewidth=1.6)

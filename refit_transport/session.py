@@ -181,7 +181,7 @@ class RefitSession:
             return None
         total = time.perf_counter() - self._began
         parts = (self._rank_report(), *(RankReport(**part) for part in self._reports[1:]))
-        return RefitReport(self.version, total, self._summary, parts)
+        return RefitReport(self.version, total, self._summary, parts, self._channel.refused)
 
     def _vote(self, what: str, version: int, deadline: Deadline) -> None:
         """Returns when every rank has come this far with this version."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 from rank_pool import RankPool
+from rl_records import rl_record  # noqa: F401
 from support_records import pytest_addoption, pytest_runtest_makereport, support_record  # noqa: F401
 
 # CI's own, and `make nightly` with many more examples.

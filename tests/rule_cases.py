@@ -82,7 +82,13 @@ CASES = [
     case("colocated", {f"{G}.colocated.enabled": True}, f"{G}.colocated.enabled", "must be false", "resources"),
     case("backend", {f"{G}.backend": "sglang"}, f"{G}.backend", "must be vllm", "set it to vllm"),
     case("dtensor", {f"{M}.enabled": False}, f"{M}.enabled", "Megatron is the only training backend", "set it to true"),
-    case("async", {f"{V}.async_engine": True}, f"{V}.async_engine", "not available yet", "false"),
+    case(
+        "async stages",
+        {f"{V}.async_engine": True, f"{V}.tensor_parallel_size": 1, f"{V}.pipeline_parallel_size": 2},
+        f"{V}.pipeline_parallel_size",
+        "not available yet",
+        "async_engine to false",
+    ),
     case(
         "transport", {f"{G}.refit_transport": "nccl_rshard"}, f"{G}.refit_transport", "unknown", "mean 'nccl_reshard'"
     ),

@@ -39,7 +39,7 @@ def read_records(folder: Path, *, root: Path = ROOT) -> list[dict[str, Any]]:
     rows = [row for path in sorted(folder.rglob("*.json")) for row in json.loads(path.read_text())]
     if not rows:
         raise SystemExit(f"{folder} has no records: run the tests with --support-records {folder}")
-    gone = sorted({row["test"] for row in rows if not _exists(row["test"], root)})
+    gone = sorted({row["test"] for row in rows if not has_test(row["test"], root)})
     if gone:
         raise SystemExit(f"records of tests that are gone, delete them from {folder}: {', '.join(gone)}")
     return rows
@@ -92,7 +92,8 @@ def _natural(row: dict[str, Any]) -> list[list[str | int]]:
     return [[int(part) if part.isdigit() else part for part in re.split(r"(\d+)", text)] for text in texts]
 
 
-def _exists(test: str, root: Path) -> bool:
+def has_test(test: str, root: Path) -> bool:
+    """Whether a file has the test of this node id."""
     path, *names = test.split("[")[0].split("::")
     file = root / path
     return file.is_file() and f"def {names[-1]}(" in file.read_text()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from rl_records import write_rl_record
 
 # What a run on real ranks stands on; a planned row needs none of them.
 _PACKAGES = ("megatron-core", "torch", "transformers", "vllm")
@@ -76,6 +77,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=Path,
         help="write what the tests ran into this folder; `python tests/support_matrix.py DIR docs/support.md` lists it",
     )
+    parser.addoption(
+        "--rl-records",
+        metavar="DIR",
+        type=Path,
+        help="write what jobs reached into this folder; `python tests/rl_figures.py DIR docs/rl-figures.md` lists it",
+    )
 
 
 @pytest.hookimpl(wrapper=True)
@@ -83,6 +90,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     report = yield
     if (report.when == "call" and not report.skipped) or (report.when == "setup" and report.failed):
         _write(item, result=report.outcome)
+        write_rl_record(item, result=report.outcome)
     return report
 
 

@@ -29,7 +29,6 @@ from refit_transport.cluster.generation import (
     EngineConfig,
     RefitAddress,
     compare_served,
-    end_open_update,
     engine_environment,
     engine_options,
     live_parameters,
@@ -57,6 +56,8 @@ _T = TypeVar("_T")
 _MARGIN_S = 15.0
 _STOPPING_S = 20.0
 _LOOK_EVERY_S = 1.0
+# Before what is generated; the lowest number comes first.
+_FIRST = -1
 # vLLM then tells of a response's first token and of its end.
 _FIRST_AND_LAST = 1 << 30
 
@@ -66,9 +67,6 @@ class WorkerCalls:
 
     Results are pickled, because vLLM's messages carry plain values only.
     """
-
-    def refit_end_open_update(self) -> None:
-        end_open_update(self)
 
     def refit_stage(self, version: int) -> None:
         stage_weights(self, version)
@@ -135,7 +133,6 @@ class AsyncGenerationWorker:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         async def join() -> None:
-            await self._llm.collective_rpc("refit_end_open_update")
             own = {**asdict(address), "node": self._node}
             await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=own))
 
@@ -277,7 +274,7 @@ class AsyncGenerationWorker:
         if not all(task.done() for task in tasks):
             self._require_open("take")
             self._run(_settled(tasks, timeout_s), "take", timeout_s + _MARGIN_S)
-        samples = self._run(_results(tasks), "take", _MARGIN_S)
+        samples = _results(tasks)
         for ticket in tickets:
             del self._responses[ticket]
         return samples
@@ -327,7 +324,8 @@ class AsyncGenerationWorker:
             wanted = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
             self._next_ticket += 1
             name, found = f"{self._next_ticket}.logprobs", None
-            async for output in self._llm.generate({"prompt_token_ids": list(sequence)}, wanted, name):
+            prompt = {"prompt_token_ids": list(sequence)}
+            async for output in self._llm.generate(prompt, wanted, name, priority=_FIRST):
                 found = output.prompt_logprobs or found
             assert found is not None
             return [float(step[token].logprob) for token, step in zip(sequence[1:], found[1:], strict=True)]
@@ -381,7 +379,7 @@ class AsyncGenerationWorker:
         except WorkerError:
             raise
         except Exception as error:
-            raise WorkerError("generation", 0, call, f"{type(error).__name__}: {error}") from error
+            raise _unforeseen(call, error) from error
 
     def _require_open(self, call: str) -> None:
         if self._fenced:
@@ -391,15 +389,19 @@ class AsyncGenerationWorker:
 
 async def _engine(config: EngineConfig) -> AsyncLLM:
     from vllm import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
     return AsyncLLM.from_engine_args(
         AsyncEngineArgs(
             **engine_options(config),
             distributed_executor_backend="uni" if config.tensor_parallel == 1 else "mp",
+            scheduling_policy="priority",
             worker_extension_cls=f"{WorkerCalls.__module__}.{WorkerCalls.__qualname__}",
             disable_log_stats=True,
-        )
+        ),
+        # As many sequences and tokens at a time as an engine that is called in batches.
+        usage_context=UsageContext.LLM_CLASS,
     )
 
 
@@ -411,8 +413,22 @@ async def _settled(tasks: Sequence[asyncio.Task[Sample]], timeout_s: float) -> N
         raise WorkerError("generation", 0, "take", f"{reason}; raise the timeout or lower max_tokens")
 
 
-async def _results(tasks: Sequence[asyncio.Task[Sample]]) -> list[Sample]:
+def _results(tasks: Sequence[asyncio.Task[Sample]]) -> list[Sample]:
+    """Of tasks that are finished, or of which one has failed.
+
+    Finished ones don't change any more, so the loop isn't asked, which may be busy admitting requests.
+
+    Raises:
+        WorkerError: one has failed.
+    """
     for task in tasks:
-        if task.done() and (error := task.exception()):
+        if not task.done() or (error := task.exception()) is None:
+            continue
+        if isinstance(error, WorkerError):
             raise error
+        raise _unforeseen("take", error) from error
     return [task.result() for task in tasks]
+
+
+def _unforeseen(call: str, error: BaseException) -> WorkerError:
+    return WorkerError("generation", 0, call, f"{type(error).__name__}: {error}")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from refit_transport.cluster.generation_stages import prepare_stage
 from refit_transport.cluster.sampling import SampleRequest, sample_of, vllm_parameters, vllm_prompt
+from refit_transport.compatibility import require
 from refit_transport.errors import SeamError, WorkerError
 from refit_transport.rl.trajectories import Sample
 
@@ -80,7 +81,6 @@ class GenerationWorker:
 
     def join_refit(self, address: RefitAddress) -> None:
         """Joins the refit as this engine's ranks; collective over the whole refit."""
-        self._llm.collective_rpc(end_open_update)
         self._llm.init_weight_transfer_engine({"init_info": {**asdict(address), "node": self._node}})
 
     def stage(self, version: int) -> None:
@@ -228,7 +228,12 @@ def _engine(config: EngineConfig) -> LLM:
 
 
 def engine_options(config: EngineConfig) -> dict[str, Any]:
-    """vLLM's arguments for an engine that takes refits and samples as `sampling` says."""
+    """vLLM's arguments for an engine that takes refits and samples as `sampling` says.
+
+    Raises:
+        MissingDependencyError, UnsupportedVersionError: there is no vLLM, or none that is supported.
+    """
+    require("vllm", needed_for="a generation worker")
     from vllm.config import WeightTransferConfig
 
     options: dict[str, Any] = {}
@@ -251,14 +256,6 @@ def engine_options(config: EngineConfig) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",
         "seed": 0,
     }
-
-
-def end_open_update(worker: Any) -> None:
-    """A refit that failed elsewhere leaves vLLM's update open, and vLLM would refuse to start the next one."""
-    if not hasattr(worker, "_weight_update_active"):
-        expected = "the flag of an open weight update"
-        raise SeamError("vllm", metadata.version("vllm"), "Worker._weight_update_active", expected)
-    worker._weight_update_active = False
 
 
 def compare_served(worker: Any) -> Comparison:

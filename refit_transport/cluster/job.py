@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import ray
 
+from refit_transport.cluster.async_generation import AsyncGenerationWorker, KvCache
 from refit_transport.cluster.checkpoint import CheckpointReader
 from refit_transport.cluster.generation import EngineConfig, GenerationWorker
 from refit_transport.cluster.network import LOOPBACK, PortRange
@@ -21,10 +22,11 @@ from refit_transport.cluster.policy import PolicyWorker
 from refit_transport.cluster.scratch import scratch_folder
 from refit_transport.cluster.synchronizer import RefitSynchronizer
 from refit_transport.cluster.tiny_model import tiny_model
-from refit_transport.cluster.workers import WorkerGroup, collect
+from refit_transport.cluster.workers import Pending, WorkerGroup, collect
 from refit_transport.config.schema import RefitConfig
 from refit_transport.config.settings import RefitSettings
 from refit_transport.errors import WorkerError
+from refit_transport.events import Observer, observing
 
 # Called with what comes next, in a few words.
 Announce = Callable[[str], None]
@@ -94,6 +96,9 @@ def _ray(address: str, **options: Any) -> Iterator[None]:
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     # Ray tells of a dead worker on stdout, where our JSON goes, and has no switch for it; our error says it too.
     ray._private.worker.print_to_stdstream = lambda *_, **__: None
+    # While it starts, Ray would answer SIGTERM itself: drain its node for up to half a minute, and end this process
+    # with a code of its own.
+    ray._private.utils.set_sigterm_handler = lambda _: None
     with _ending_in_order() as go_on:
         try:
             ray.init(address=address, log_to_driver=False, logging_level="ERROR", **options)
@@ -127,29 +132,21 @@ def _ending_in_order() -> Iterator[Callable[[], None]]:
         if received.count(signal.SIGINT) > 1 or (started.is_set() and len(received) == 1):
             raise KeyboardInterrupt
 
-    def install(handled: Iterable[signal.Signals]) -> None:
-        for number in handled:
-            if previous[number] is not signal.SIG_IGN:
-                signal.signal(number, end)
-
     def go_on() -> None:
         started.set()
         signal.signal(signal.SIGINT, previous[signal.SIGINT])
-        # Ray has put its own handler of SIGTERM there, which prints a trace.
-        install((signal.SIGTERM, signal.SIGHUP))
         if received:
             raise KeyboardInterrupt
 
-    install(previous)
+    for number, handler in previous.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, end)
     try:
         yield go_on
     except KeyboardInterrupt:
         if not received or received[0] == signal.SIGINT:
             raise
         raise SystemExit(128 + received[0]) from None
-    except SystemExit as stop:
-        # From Ray's handler, where a signal came between its installation and ours.
-        raise SystemExit(128 + signal.SIGTERM if stop.code == signal.SIGTERM else stop.code) from None
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -165,19 +162,22 @@ def running_job(
     are the configuration's own when None.
 
     Raises:
+        ConfigError: a file for events or counters can't be written.
         WorkerError: a worker didn't start; names group, rank and phase.
     """
-    with placed_groups(config, refit_roles(config), scratch=scratch) as placed:
+    run = config.refit_run
+    with (
+        observing(events=run.events, metrics=run.metrics) as observer,
+        placed_groups(config, refit_roles(config), scratch=scratch) as placed,
+    ):
         places, ports = placed.meeting_places()
         policy, *engines = placed.groups
         building = [policy.build(PolicyWorker, policy_arguments(config, policy, places[0]))]
-        building += [
-            engine.build(GenerationWorker, engine_arguments(config, engine, place))
-            for engine, place in zip(engines, places[1:], strict=True)
-        ]
+        building += [building_engine(config, engine, place) for engine, place in zip(engines, places[1:], strict=True)]
         collect(building, timeout_s=config.refit_run.worker_timeout_s)
-        settings = settings or config.refit_settings()
-        synchronizer = RefitSynchronizer(policy, engines, settings=settings, ports=ports, host=placed.host)
+        synchronizer = synchronizer_of(
+            config, policy, engines, ports=ports, host=placed.host, settings=settings, observer=observer
+        )
         yield RefitJob(policy, tuple(engines), synchronizer)
 
 
@@ -189,11 +189,58 @@ class Role:
     actors: int
     ranks_each: int = 1
 
+    @property
+    def ranks(self) -> int:
+        return self.actors * self.ranks_each
+
 
 def refit_roles(config: RefitConfig) -> list[Role]:
-    """The policy, then each engine: an actor per rank."""
-    ranks = config.policy.generation.vllm_cfg.ranks
-    return [Role("policy", config.training_ranks), *(Role(f"engine {i}", ranks) for i in range(config.engines))]
+    """The policy, then each engine: an actor per rank, or one for all of them where vLLM starts these itself."""
+    each = _ranks_per_actor(config)
+    actors = config.policy.generation.vllm_cfg.ranks // each
+    engines = (Role(f"engine {i}", actors, each) for i in range(config.engines))
+    return [Role("policy", config.training_ranks), *engines]
+
+
+def _ranks_per_actor(config: RefitConfig) -> int:
+    vllm = config.policy.generation.vllm_cfg
+    return vllm.ranks if vllm.async_engine else 1
+
+
+def synchronizer_of(
+    config: RefitConfig,
+    policy: WorkerGroup,
+    engines: Sequence[WorkerGroup],
+    *,
+    ports: PortRange,
+    host: str | None,
+    settings: RefitSettings | None = None,
+    observer: Observer | None = None,
+) -> RefitSynchronizer:
+    """Between built workers; `settings` are the configuration's own when None."""
+    return RefitSynchronizer(
+        policy,
+        engines,
+        settings=settings or config.refit_settings(),
+        ports=ports,
+        host=host,
+        ranks_per_actor=_ranks_per_actor(config),
+        observer=observer,
+    )
+
+
+def building_engine(
+    config: RefitConfig, engine: WorkerGroup, place: Place, *, kv_cache: KvCache = "recompute"
+) -> Pending:  # fmt: skip
+    """Starts building an engine on its group; rank 0 listens at `place`. `kv_cache` is for asynchronous ones."""
+    if not config.policy.generation.vllm_cfg.async_engine:
+        return engine.build(GenerationWorker, engine_arguments(config, engine, place))
+    own = {
+        "config": engine_config(config),
+        "kv_cache": kv_cache,
+        "timeout_s": config.refit_run.worker_timeout_s,
+    }
+    return engine.build(AsyncGenerationWorker, [{**own, "node": node} for node in engine.nodes()])
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +290,7 @@ def placed_groups(
     Raises:
         WorkerError: the cluster doesn't have the resources.
     """
-    each = _rank_resources(sum(role.actors * role.ranks_each for role in roles))
+    each = _rank_resources(roles)
     environment = _environment(each, scratch)
     with contextlib.ExitStack() as stack:
         starter = partial(_group, stack, each, environment)
@@ -277,10 +324,15 @@ def _environment(resources: Mapping[str, float], scratch: Path | None) -> dict[s
     return environment
 
 
-def _rank_resources(ranks: int) -> dict[str, float]:
+def _rank_resources(roles: Sequence[Role]) -> dict[str, float]:
     """A GPU per rank where the cluster has any; else an equal share of the CPUs, however few there are."""
-    total = ray.cluster_resources()
-    if total.get("GPU", 0) > 0:
+    total, ranks = ray.cluster_resources(), sum(role.ranks for role in roles)
+    if (gpus := total.get("GPU", 0)) > 0:
+        if ranks > gpus:
+            named = ", ".join(f"{role.name}: {role.ranks}" for role in roles)
+            reason = f"{ranks} ranks ({named}) need a GPU each, and the Ray cluster has {gpus:g}"
+            remedy = "lower cluster.gpus_per_node or cluster.num_nodes, or add nodes"
+            raise WorkerError("job", -1, "placement", f"{reason}; {remedy}")
         return {"GPU": 1.0, "CPU": 1.0}
     cpus = total.get("CPU", 1.0)
     # Ray counts thousandths of a CPU.

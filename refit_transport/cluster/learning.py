@@ -22,10 +22,7 @@ from refit_transport.rl.trajectories import Rollout, TrainBatch, prompt_groups, 
 
 @dataclass(frozen=True, slots=True)
 class LogprobError:
-    """|log pi_trainer - log pi_sampler| over the tokens of a step (nats): what a wrong refit shows in.
-
-    In an asynchronous job the two are of different versions, and so never quite the same.
-    """
+    """|log pi_trainer - log pi_sampler| over some tokens (nats): what a wrong refit shows in."""
 
     mean: float
     largest: float
@@ -38,10 +35,27 @@ class LogprobError:
         apart = (batch.prev_logprobs - batch.generation_logprobs).abs()[tokens].double()
         return cls(float(apart.mean()), float(apart.max()))
 
+    @classmethod
+    def between(
+        cls, one: Sequence[Sequence[Sequence[float]]], other: Sequence[Sequence[Sequence[float]]]
+    ) -> LogprobError:  # fmt: skip
+        """Between two lists of rows of log-probabilities for each of several engines."""
+        apart = [
+            abs(a - b)
+            for rows, others in zip(one, other, strict=True)
+            for row, its in zip(rows, others, strict=True)
+            for a, b in zip(row, its, strict=True)
+        ]
+        return cls(sum(apart) / len(apart), max(apart))
+
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """What one step taught."""
+    """What one step taught.
+
+    `logprob_error` is between the trainer before its update and the samplers when they drew: where these were older,
+    most of it is what was learned since.
+    """
 
     policy: tuple[PolicyUpdate, ...]
     critic: tuple[CriticUpdate, ...]
@@ -49,10 +63,10 @@ class Learned:
 
 
 class Clock:
-    """Seconds of a step by phase: `generate`, `score`, `train`, `wait`, `refit`, `save`."""
+    """Seconds of a step by phase."""
 
     def __init__(self) -> None:
-        self.seconds = dict.fromkeys(("generate", "score", "train", "wait", "refit", "save"), 0.0)
+        self.seconds = dict.fromkeys(("generate", "score", "train", "wait", "refit", "validate", "save"), 0.0)
 
     @contextmanager
     def timing(self, phase: str) -> Iterator[None]:

@@ -5,6 +5,7 @@ Everything that its configuration allows is done in `megatron_model`; these are 
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -12,7 +13,6 @@ from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import schedules
-from megatron.core.ssm import gated_delta_net
 from megatron.core.transformer import multi_latent_attention, utils
 from megatron.core.transformer.moe import moe_utils
 
@@ -59,7 +59,14 @@ def masks_are_made_on_cpu() -> None:
 
 
 def gated_delta_net_without_fla() -> None:
-    """Megatron has the delta rule in plain torch itself (`deterministic_mode`), but takes a norm from fla."""
+    """Megatron has the delta rule in plain torch itself (`deterministic_mode`), but takes a norm from fla.
+
+    Before 0.16 it has no such layers.
+    """
+    if importlib.util.find_spec("megatron.core.ssm.gated_delta_net") is None:
+        return
+    from megatron.core.ssm import gated_delta_net
+
     if not gated_delta_net.HAVE_FLA:
         gated_delta_net.HAVE_FLA = True
         gated_delta_net.l2norm = _l2norm

@@ -11,7 +11,6 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
-from megatron.core.ssm import gated_delta_net
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig, TransformerLayer, TransformerLayerSubmodules
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -71,7 +70,7 @@ class OwnedRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
 
 def decoder_spec(megatron: TransformerConfig, *, stage: int | None) -> TransformerBlockSubmodules:
     """The layers of a GPT model's chunk. `stage` counts the chunks of a rank; None where it has one."""
-    if megatron.experimental_attention_variant == "gated_delta_net":
+    if getattr(megatron, "experimental_attention_variant", None) == "gated_delta_net":
         return _gated_delta_net_spec(megatron, stage=stage)
     spec = get_gpt_decoder_block_spec(megatron, use_transformer_engine=False, normalization="RMSNorm", vp_stage=stage)
     changes: dict[object, object] = {}
@@ -100,6 +99,8 @@ def _replaced(spec: Any, changes: Mapping[object, object]) -> Any:
 
 def _gated_delta_net_spec(megatron: TransformerConfig, *, stage: int | None) -> TransformerBlockSubmodules:
     """Megatron's own spec of these layers is of TransformerEngine's modules only."""
+    from megatron.core.ssm import gated_delta_net
+
     recurrent = ModuleSpec(
         gated_delta_net.GatedDeltaNet,
         submodules=gated_delta_net.GatedDeltaNetSubmodules(

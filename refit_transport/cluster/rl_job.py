@@ -10,21 +10,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from refit_transport.cluster.async_generation import AsyncGenerationWorker
 from refit_transport.cluster.critic import CriticWorker
 from refit_transport.cluster.fleet import Fleet
-from refit_transport.cluster.generation import GenerationWorker
 from refit_transport.cluster.job import (
     Announce,
     Place,
     PlacedGroups,
     Role,
-    engine_arguments,
-    engine_config,
+    building_engine,
     model_and_cluster,
     placed_groups,
     policy_arguments,
     refit_roles,
+    synchronizer_of,
     training_arguments,
 )
 from refit_transport.cluster.learning import GrpoLearner, Learner, PpoLearner, PpoSettings
@@ -32,10 +30,14 @@ from refit_transport.cluster.policy import PolicyWorker
 from refit_transport.cluster.rl_loop import LogprobLimit, Loop, StepReport
 from refit_transport.cluster.rollouts import AheadRollouts, Asking, FreshRollouts, Rollouts
 from refit_transport.cluster.run_state import RunFolder
+from refit_transport.cluster.served import ServedCheck
 from refit_transport.cluster.synchronizer import RefitSynchronizer
+from refit_transport.cluster.validation import Validator
 from refit_transport.cluster.workers import Pending, WorkerGroup, collect
 from refit_transport.config.rl import RlConfig
-from refit_transport.config.rl_schema import CriticMegatron, RlOptimizer
+from refit_transport.config.rl_schema import VALIDATION_KEYS, CriticMegatron, RlOptimizer
+from refit_transport.events import Observer, observing
+from refit_transport.rl.tasks import Task
 
 _CRITIC = "critic"
 # A worker tells its own deadline better than the driver: give it time to. What a dead engine had is free at once.
@@ -67,7 +69,7 @@ def run_steps(config: RlConfig, *, ray_address: str | None, announce: Announce) 
         WorkerError: a worker failed; everything is released first.
         ParityError: trainer and samplers compute different things.
     """
-    steps, folder = config.sections.rollouts.max_num_steps, _run_folder(config)
+    steps, folder = config.sections.rollouts.max_num_steps, run_folder(config)
     done = None if folder is None else folder.latest()
     if done is not None and done[1].step >= steps:
         return
@@ -81,54 +83,55 @@ def run_steps(config: RlConfig, *, ray_address: str | None, announce: Announce) 
 
 @contextmanager
 def running_workers(config: RlConfig, *, scratch: Path | None = None) -> Iterator[RlWorkers]:
-    """Starts all workers of a job and releases them at the end of the block. See `job.running_job`.
+    """Starts all workers of a job and releases them at the end of the block. See `job.running_job`."""
+    run = config.refit.refit_run
+    with (
+        observing(events=run.events, metrics=run.metrics) as observer,
+        placed_groups(config.refit, roles(config), scratch=scratch) as placed,
+    ):
+        yield build_workers(config, placed, observer=observer)
 
-    The critic's ranks come on top of the cluster's own: as many as the policy has.
+
+def build_workers(config: RlConfig, placed: PlacedGroups, *, observer: Observer | None = None) -> RlWorkers:
+    """Builds a job's workers on groups for its `roles`, in place of others that the groups may have had.
+
+    Raises:
+        WorkerError: a worker didn't start; names group, rank and phase.
     """
     refit = config.refit
-    with placed_groups(refit, roles(config), scratch=scratch) as placed:
-        places, ports = placed.meeting_places()
-        (policy, place), *others = zip(placed.groups, places, strict=True)
-        learning = _learning(config, config.sections.policy.megatron_cfg.optimizer)
-        learning["temperature"] = config.sections.policy.generation.temperature
-        building = [policy.build(PolicyWorker, [own | learning for own in policy_arguments(refit, policy, place)])]
-        critic = None
-        if config.sections.ppo is not None:
-            (critic, place), *others = others
-            building.append(critic.build(CriticWorker, _critic_arguments(config, critic, place)))
-        building += [_build_engine(config, engine, where) for engine, where in others]
-        collect(building, timeout_s=refit.refit_run.worker_timeout_s)
-        engines = {engine.name: engine for engine, _ in others}
-        synchronizer = RefitSynchronizer(
-            policy,
-            tuple(engines.values()),
-            settings=refit.refit_settings(),
-            ports=ports,
-            host=placed.host,
-            ranks_per_actor=_ranks_per_actor(config),
-        )
-        fleet = Fleet(
-            policy,
-            engines,
-            synchronizer=synchronizer,
-            start={role.name: partial(_start_engine, config, placed, role) for role in roles(config)[-len(engines) :]},
-            restarts=refit.refit_run.engine_restarts,
-            timeout_s=refit.refit_settings().timeout_s + _MARGIN_S,
-        )
-        yield RlWorkers(policy, critic, fleet, synchronizer)
+    places, ports = placed.meeting_places()
+    (policy, place), *others = zip(placed.groups, places, strict=True)
+    learning = _learning(config, config.sections.policy.megatron_cfg.optimizer)
+    learning["temperature"] = config.sections.policy.generation.temperature
+    building = [policy.build(PolicyWorker, [own | learning for own in policy_arguments(refit, policy, place)])]
+    critic = None
+    if config.sections.ppo is not None:
+        (critic, place), *others = others
+        building.append(critic.build(CriticWorker, _critic_arguments(config, critic, place)))
+    building += [_build_engine(config, engine, where) for engine, where in others]
+    collect(building, timeout_s=refit.refit_run.worker_timeout_s)
+    engines = {engine.name: engine for engine, _ in others}
+    synchronizer = synchronizer_of(
+        refit, policy, tuple(engines.values()), ports=ports, host=placed.host, observer=observer
+    )
+    fleet = Fleet(
+        policy,
+        engines,
+        synchronizer=synchronizer,
+        start={
+            name: partial(_start_engine, config, placed, role)
+            for name, role in zip(engines, roles(config)[-len(engines) :], strict=True)
+        },
+        restarts=refit.refit_run.engine_restarts,
+        timeout_s=refit.refit_settings().timeout_s + _MARGIN_S,
+    )
+    return RlWorkers(policy, critic, fleet, synchronizer)
 
 
 def _build_engine(config: RlConfig, engine: WorkerGroup, where: Place) -> Pending:
     """Starts constructing an engine's workers."""
-    refit, ahead = config.refit, config.sections.asynchronous
-    if not ahead.enabled:
-        return engine.build(GenerationWorker, engine_arguments(refit, engine, where))
-    own = {
-        "config": engine_config(refit),
-        "kv_cache": "recompute" if ahead.recompute_kv_cache_after_weight_updates else "keep",
-        "timeout_s": refit.refit_run.worker_timeout_s,
-    }
-    return engine.build(AsyncGenerationWorker, [{**own, "node": node} for node in engine.nodes()])
+    recompute = config.sections.asynchronous.recompute_kv_cache_after_weight_updates
+    return building_engine(config.refit, engine, where, kv_cache="recompute" if recompute else "keep")
 
 
 def _start_engine(config: RlConfig, placed: PlacedGroups, role: Role) -> tuple[WorkerGroup, Pending]:
@@ -137,18 +140,10 @@ def _start_engine(config: RlConfig, placed: PlacedGroups, role: Role) -> tuple[W
 
 
 def roles(config: RlConfig) -> list[Role]:
-    """The policy, perhaps the critic, then each engine: an actor per rank, or per engine where it runs ahead."""
+    """The policy, perhaps the critic, then each engine."""
     policy, *engines = refit_roles(config.refit)
-    each = _ranks_per_actor(config)
-    engines = [Role(role.name, role.actors // each, each) for role in engines]
-    critic = [Role(_CRITIC, policy.actors)] if config.sections.ppo is not None else []
+    critic = [Role(_CRITIC, config.refit.critic_ranks)] if config.sections.ppo is not None else []
     return [policy, *critic, *engines]
-
-
-def _ranks_per_actor(config: RlConfig) -> int:
-    if not config.sections.asynchronous.enabled:
-        return 1
-    return config.refit.policy.generation.vllm_cfg.ranks
 
 
 def _learning(config: RlConfig, optimizer: RlOptimizer) -> dict[str, Any]:
@@ -176,7 +171,8 @@ def _critic_arguments(config: RlConfig, group: WorkerGroup, place: Place) -> lis
     return [each | own for each in training_arguments(config.refit, group, place)]
 
 
-def _run_folder(config: RlConfig) -> RunFolder | None:
+def run_folder(config: RlConfig) -> RunFolder | None:
+    """Where the job's checkpoints are; None where it has none."""
     checkpointing = config.sections.checkpointing
     if not checkpointing.enabled:
         return None
@@ -192,11 +188,11 @@ def _run_folder(config: RlConfig) -> RunFolder | None:
 def loop_of(config: RlConfig, workers: RlWorkers, folder: RunFolder | None, *, announce: Announce) -> Loop:
     """The loop over running workers; `folder` has the job's checkpoints."""
     sections, run = config.sections, config.refit.refit_run
-    limit = None
-    if not sections.asynchronous.enabled:
-        is_exact = config.refit.vllm_precision == config.refit.policy.precision == "float32"
-        by_precision = _EXACT_LIMIT if is_exact else _ROUNDED_LIMIT
-        limit = LogprobLimit(run.logprob_error_limit or by_precision, stops=run.on_logprob_error == "stop")
+    is_exact = config.refit.vllm_precision == config.refit.policy.precision == "float32"
+    limit = run.logprob_error_limit or (_EXACT_LIMIT if is_exact else _ROUNDED_LIMIT)
+    served = None
+    if sections.asynchronous.enabled:
+        served = ServedCheck(workers.policy, workers.fleet, timeout_s=run.worker_timeout_s)
     return Loop(
         learner=_learner(config, workers),
         rollouts=_rollouts(config, workers),
@@ -204,8 +200,10 @@ def loop_of(config: RlConfig, workers: RlWorkers, folder: RunFolder | None, *, a
         fleet=workers.fleet,
         folder=folder,
         save_period=sections.checkpointing.save_period,
-        limit=limit,
+        limit=LogprobLimit(limit, stops=run.on_logprob_error == "stop"),
         announce=announce,
+        served=served,
+        validator=_validator(config),
     )
 
 
@@ -215,8 +213,9 @@ def fingerprint(config: RlConfig) -> str:
     unimportant = {"train_micro_batch_size", "logprob_batch_size"}
     parts: list[Any] = [
         (refit.policy.model_name, refit.policy.precision, refit.vllm_precision),
-        sections.rollouts.model_dump(mode="json", exclude={"max_num_steps", "max_num_epochs"}),
-        *(part.model_dump(mode="json") for part in (sections.loss_fn, sections.value_loss_fn, sections.data)),
+        sections.rollouts.model_dump(mode="json", exclude={"max_num_steps", "max_num_epochs", *VALIDATION_KEYS}),
+        *(part.model_dump(mode="json") for part in (sections.loss_fn, sections.value_loss_fn)),
+        sections.data.model_dump(mode="json", exclude={"validation"}),
         sections.policy.model_dump(mode="json", exclude=unimportant),
     ]
     if sections.ppo is not None:
@@ -248,18 +247,34 @@ def _learner(config: RlConfig, workers: RlWorkers) -> Learner:
     return PpoLearner(workers.policy, workers.critic, settings=settings, timeout_s=timeout_s)
 
 
-def _rollouts(config: RlConfig, workers: RlWorkers) -> Rollouts:
+def _asking(config: RlConfig, task: Task, *, prompts: int, samples: int) -> Asking:
     sections, generation = config.sections, config.sections.policy.generation
-    asking = Asking(
-        task=config.task(),
-        prompts=sections.rollouts.num_prompts_per_step,
-        samples=sections.rollouts.num_generations_per_prompt,
+    return Asking(
+        task=task,
+        prompts=prompts,
+        samples=samples,
         seed=sections.rollouts.seed,
         max_prompt_tokens=sections.data.max_input_seq_length or sections.policy.max_total_sequence_length - 1,
         max_tokens=sections.max_new_tokens,
         temperature=generation.temperature,
         stop_ids=generation.stop_token_ids or (),
     )
+
+
+def _validator(config: RlConfig) -> Validator | None:
+    if (task := config.validation_task()) is None:
+        return None
+    own = config.sections.rollouts
+    asking = _asking(config, task, prompts=own.max_val_samples, samples=own.val_num_generations_per_prompt)
+    return Validator(asking, own.val_period, own.val_start_at, own.val_at_start, own.val_at_end)
+
+
+def _rollouts(config: RlConfig, workers: RlWorkers) -> Rollouts:
+    sections = config.sections
+    own = sections.rollouts
+    asking = _asking(
+        config, config.task(), prompts=own.num_prompts_per_step, samples=own.num_generations_per_prompt
+    )  # fmt: skip
     timeout_s, ahead = config.refit.refit_run.worker_timeout_s, sections.asynchronous
     if not ahead.enabled:
         return FreshRollouts(workers.fleet, asking, timeout_s=timeout_s)

@@ -83,6 +83,9 @@ class Rollouts(Protocol):
     def after_refit(self, step: int) -> None:
         """Step `step` is over, and the engines serve its weights."""
 
+    def draw(self, requests: Sequence[SampleRequest]) -> list[Sample]:
+        """Other samples than a step's, now, from the weights that are served."""
+
     def engines_left(self) -> None:
         """An engine has gone, and with it what it was asked for: the others are asked for it again."""
 
@@ -108,7 +111,7 @@ class FreshRollouts:
         Raises:
             WorkerError: an engine failed, or sampled from another version.
         """
-        samples = sample_on(self._engines.serving, self._asking.requests(step), timeout_s=self._timeout_s)
+        samples = self.draw(self._asking.requests(step))
         if found := {v for sample in samples for v in sample.versions} - {version}:
             reason = f"sampled from version {min(found)} where version {version} was to be served"
             raise WorkerError("generation", -1, "sample", reason)
@@ -119,6 +122,10 @@ class FreshRollouts:
 
     def after_refit(self, step: int) -> None:
         """Nothing to do."""
+
+    def draw(self, requests: Sequence[SampleRequest]) -> list[Sample]:
+        """See `Rollouts.draw`."""
+        return sample_on(self._engines.serving, requests, timeout_s=self._timeout_s)
 
     def engines_left(self) -> None:
         """Nothing is in flight: the samples are drawn again, and are the same wherever they are drawn."""
@@ -172,6 +179,10 @@ class AheadRollouts:
     def after_refit(self, step: int) -> None:
         """Begins the samples that may still be trained on `max_age` steps from now."""
         self._begin(step + 1)
+
+    def draw(self, requests: Sequence[SampleRequest]) -> list[Sample]:
+        """See `Rollouts.draw`."""
+        return submit_to(self._engines.serving, requests, timeout_s=self._timeout_s).take(timeout_s=self._timeout_s)
 
     def engines_left(self) -> None:
         """See `Rollouts.engines_left`. What the others have begun of the same steps is dropped too."""

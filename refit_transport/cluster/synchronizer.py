@@ -10,6 +10,7 @@ from refit_transport.cluster.generation import RefitAddress
 from refit_transport.cluster.network import PortRange
 from refit_transport.cluster.workers import Pending, WorkerGroup, collect
 from refit_transport.config.settings import RefitSettings
+from refit_transport.events import Observer
 from refit_transport.fabrics.secret import Secret
 from refit_transport.report import RefitReport
 from refit_transport.verification import Comparison
@@ -32,7 +33,9 @@ class RefitSynchronizer:
         ports: PortRange,
         host: str | None = None,
         ranks_per_actor: int = 1,
+        observer: Observer | None = None,
     ) -> None:
+        self._observer = observer or Observer()
         self._ranks_per_actor = ranks_per_actor
         self._settings, self._ports, self._host = settings, ports, host
         self._prepared = False
@@ -57,6 +60,9 @@ class RefitSynchronizer:
                 self._incarnations[name] = self._incarnations.get(name, -1) + 1
         if members != self._members:
             self._prepared = False
+            came = [name for name, group in members.items() if self._members.get(name) is not group]
+            went = [name for name, group in self._members.items() if members.get(name) is not group]
+            self._observer.members(joined=came, left=went)
         self._policy, self._engines, self._members = policy, tuple(engines), members
 
     def prepare(self) -> None:
@@ -65,6 +71,12 @@ class RefitSynchronizer:
         Raises:
             WorkerError: naming group, rank and phase of the first failure.
         """
+        ranks = self._policy.count + sum(engine.count for engine in self._engines) * self._ranks_per_actor
+        with self._observer.preparing(ranks=ranks):
+            self._prepare()
+        self._prepared = True
+
+    def _prepare(self) -> None:
         host, port = self._policy.address(self._ports, host=self._host)
         if not self._ports.low:
             port = 0  # whoever listens finds a free one itself, and nobody else can take it in between
@@ -86,7 +98,6 @@ class RefitSynchronizer:
         joining = [self._policy.start("join_refit", own(self._policy), self._settings)]
         joining += [engine.start("join_refit", own(engine)) for engine in self._engines]
         collect(joining, timeout_s=self._join_patience_s)
-        self._prepared = True
 
     def sync(self, version: int) -> RefitReport:
         """Makes every engine serve the policy's present weights as `version`, which must be above the last one.
@@ -97,6 +108,12 @@ class RefitSynchronizer:
             WorkerError: naming group, rank and phase; the next `sync` prepares anew. The engines stay fenced, unless it
                 is staged and not everything had arrived: then they still serve what they did.
         """
+        commit, engines = self._settings.commit, len(self._engines)
+        with self._observer.refit(version, engines=engines, commit=commit) as watched:
+            report = watched.report = self._sync(version)
+        return report
+
+    def _sync(self, version: int) -> RefitReport:
         if not self._prepared:
             self.prepare()
         self._prepared = False

@@ -18,6 +18,7 @@ from refit_transport.cluster import training_checkpoint
 from refit_transport.cluster.gradients import GradientNorm
 from refit_transport.cluster.optimizer import Optimizer, OptimizerSettings
 from refit_transport.cluster.training_checkpoint import Block, Header
+from refit_transport.compatibility import require
 from refit_transport.config.checkpoint_config import read_config
 from refit_transport.errors import AgreementError, WorkerError
 from refit_transport.layout.manifest import Piece
@@ -71,7 +72,9 @@ class TrainingWorker:
             LayoutError: model, config and checkpoint disagree.
             WorkerError: the ranks didn't find each other within the timeout.
             ValueError: an optimizer setting is out of its range.
+            MissingDependencyError, UnsupportedVersionError: there is no Megatron-core, or none that is supported.
         """
+        require("megatron-core", needed_for="a training worker")
         self._settings = OptimizerSettings(learning_rate, weight_decay, adam_betas, adam_eps, max_grad_norm)
         self._folder = Path(checkpoint)
         self._facts = Facts(read_config(self._folder), str(self._folder / "config.json"))

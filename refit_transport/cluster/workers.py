@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -80,8 +81,10 @@ class WorkerGroup:
             WorkerError: the cluster doesn't have the resources free within `timeout_s`.
         """
         self.name, self.count, self.timeout_s = name, count, timeout_s
+        # Several jobs may share a cluster, and a group may come while the one before it is still going.
+        unique = f"refit-{name}-{secrets.token_hex(4)}"
         self._placement: PlacementGroup | None = placement_group(
-            [dict(resources)] * count, strategy="PACK", name=f"refit-{name}"
+            [dict(resources)] * count, strategy="PACK", name=unique
         )
         self._actors: list[Any] = []
         try:

@@ -16,6 +16,7 @@ def _not_a_flag(value: object) -> object:
 
 
 Count = Annotated[int, BeforeValidator(_not_a_flag), Field(ge=1)]
+Whole = Annotated[int, BeforeValidator(_not_a_flag), Field(ge=0)]
 Number = Annotated[float, BeforeValidator(_not_a_flag), Field(allow_inf_nan=False)]
 Bytes = Annotated[ByteSize, BeforeValidator(_not_a_flag), Field(ge=1 * KIB)]
 Port = Annotated[int, BeforeValidator(_not_a_flag), Field(ge=1, le=65535)]

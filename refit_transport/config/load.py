@@ -62,13 +62,13 @@ def checked(document: Document, resolve_transport: TransportLookup, purpose: Pur
         found += [violation for violation in refused if not _told(violation.path, doubtful)]
         doubtful |= {violation.path for violation in refused}
         config = repaired(ours, error, RefitConfig)
+    config._document = document.values
     job = job_of(config, document=document.values, resolve_transport=resolve_transport)
     found += broken_rules(job, purpose=purpose, doubtful=frozenset(doubtful))
     told = {violation.path for violation in found}
     found = [violation for violation in found if document.root_of(violation.path) not in told - {violation.path}]
     if found:
         raise ConfigError(document.source, tuple(map(document.with_origin, found)))
-    config._document = document.values
     return config
 
 

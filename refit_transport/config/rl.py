@@ -37,6 +37,11 @@ class RlConfig:
         train = self.sections.data.train
         return task_from(train.dataset_name, train.kwargs)
 
+    def validation_task(self) -> Task | None:
+        """What the policy is judged by beside its training; None: nothing."""
+        validation = self.sections.data.validation
+        return None if validation is None else task_from(validation.dataset_name, validation.kwargs)
+
     def policy_loss(self) -> PolicyLossSettings:
         """Of `loss_fn`."""
         loss = self.sections.loss_fn

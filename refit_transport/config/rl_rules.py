@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from refit_transport.config import rules_parallel
 from refit_transport.config.facts import Job
 from refit_transport.config.keys import shown
-from refit_transport.config.paths import GENERATION, MEGATRON, VLLM
+from refit_transport.config.paths import COLOCATED, GENERATION, MEGATRON, VLLM
 from refit_transport.config.rl_schema import RlSections
 from refit_transport.config.rules import touches
 from refit_transport.errors import Violation
@@ -127,19 +127,16 @@ def kl_has_a_place(job: RlJob) -> Iterator[Violation]:
 def asynchrony_is_complete(job: RlJob) -> Iterator[Violation]:
     """Samples of older weights need a correction, and an engine that can be paused."""
     sections = job.sections
-    if sections.ppo is not None and sections.ppo.async_ppo.enabled:
-        reason = "must be false: asynchronous PPO is not available yet"
-        yield Violation("ppo.async_ppo.enabled", "true", reason, "set it to false, or use GRPO")
-        return
+    enabled = "ppo.async_ppo.enabled" if sections.ppo is not None else "grpo.async_grpo.enabled"
     if sections.asynchronous.enabled and not sections.loss_fn.use_importance_sampling_correction:
-        reason = "must be true where grpo.async_grpo.enabled is: samples are of older weights"
+        reason = f"must be true where {enabled} is: samples are of older weights"
         yield Violation("loss_fn.use_importance_sampling_correction", "false", reason, "set it to true")
     if job.refit is None:
         return
     engine = job.refit.config.policy.generation.vllm_cfg.async_engine
     if engine != sections.asynchronous.enabled:
         wanted = shown(sections.asynchronous.enabled)
-        reason = f"must be {wanted} where grpo.async_grpo.enabled is {wanted}"
+        reason = f"must be {wanted} where {enabled} is {wanted}"
         yield Violation(f"{VLLM}.async_engine", shown(engine), reason, f"set it to {wanted}")
 
 
@@ -169,13 +166,26 @@ def stop_tokens_are_the_models(job: RlJob) -> Iterator[Violation]:
 
 
 def task_is_known(job: RlJob) -> Iterator[Violation]:
-    """The task can be made."""
-    train = job.sections.data.train
-    try:
-        task_from(train.dataset_name, train.kwargs)
-    except ValueError as error:
-        path = "data.train.dataset_name"
-        yield Violation(path, shown(train.dataset_name), str(error), "name a task of refit_transport.rl.tasks")
+    """The tasks can be made."""
+    for name, data in (("train", job.sections.data.train), ("validation", job.sections.data.validation)):
+        if data is None:
+            continue
+        try:
+            task_from(data.dataset_name, data.kwargs)
+        except ValueError as error:
+            path = f"data.{name}.dataset_name"
+            yield Violation(path, shown(data.dataset_name), str(error), "name a task of refit_transport.rl.tasks")
+
+
+def validation_has_data(job: RlJob) -> Iterator[Violation]:
+    """What asks for validation would be ignored without a task."""
+    if job.sections.data.validation is not None:
+        return
+    section = "ppo" if job.sections.ppo is not None else "grpo"
+    for key in ("val_at_start", "val_at_end"):
+        if getattr(job.sections.rollouts, key):
+            reason = "must be false where data.validation is null"
+            yield Violation(f"{section}.{key}", "true", reason, "name a task in data.validation.dataset_name")
 
 
 def critic_is_cut_evenly(job: RlJob) -> Iterator[Violation]:
@@ -191,6 +201,20 @@ def critic_is_cut_evenly(job: RlJob) -> Iterator[Violation]:
     for check in _CRITIC_CHECKS:
         for found in check(swapped):
             yield replace(found, path=found.path.replace(MEGATRON, _CRITIC, 1))
+
+
+def critic_has_ranks(job: RlJob) -> Iterator[Violation]:
+    """Policy and critic share what generation leaves of the cluster."""
+    if job.refit is None or job.sections.ppo is None:
+        return
+    config = job.refit.config
+    left = config.cluster.ranks - config.generation_ranks
+    if left > 0 and left % 2:
+        total = config.cluster.gpus_per_node
+        reason = f"leaves {left} of {config.cluster.ranks} ranks for training, which policy and critic share evenly"
+        yield Violation(
+            "cluster.gpus_per_node", str(total), reason, "count the critic's ranks: as many as the policy's"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +255,9 @@ RL_RULES = (
         reads=("policy.max_total_sequence_length", f"{GENERATION}.max_new_tokens", "data.max_input_seq_length"),
     ),
     RlRule(stop_tokens_are_the_models, reads=(f"{GENERATION}.stop_token_ids",)),
-    RlRule(task_is_known, reads=("data.train",)),
+    RlRule(task_is_known, reads=("data.train", "data.validation")),
+    RlRule(validation_has_data, reads=("grpo", "ppo", "data.validation")),
+    RlRule(critic_has_ranks, reads=("cluster", f"{COLOCATED}.resources")),
     RlRule(critic_is_cut_evenly, reads=("value.megatron_cfg",)),
 )
 

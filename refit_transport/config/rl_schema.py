@@ -12,12 +12,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field
 
-from refit_transport.config.base import Count, Number, Section, TokenId
+from refit_transport.config.base import Count, Number, Section, TokenId, Whole
 from refit_transport.config.keys import shown
 from refit_transport.config.schema import Megatron, Optimizer
 from refit_transport.rl.settings import KlType, TruncationType
 
-Whole = Annotated[int, Field(ge=0)]
 Positive = Annotated[Number, Field(gt=0)]
 NonNegative = Annotated[Number, Field(ge=0)]
 Fraction = Annotated[Number, Field(ge=0, le=1)]
@@ -83,20 +82,27 @@ class Rollouts(Section):
     reward_shaping: Switch = Switch()
     reward_scaling: Switch = Switch()
     seq_logprob_error_threshold: Annotated[Number | None, only(None, "masking by log-probability error is")] = None
-    stop_at_validation_metric: Annotated[str | None, only(None, "validation is")] = None
-    stop_at_validation_threshold: Annotated[Number | None, only(None, "validation is")] = None
-    # Of validation, which needs data.validation.
+    stop_at_validation_metric: Annotated[str | None, only(None, "stopping early is")] = None
+    stop_at_validation_threshold: Annotated[Number | None, only(None, "stopping early is")] = None
+    # Validation, of data.validation: after every so many steps (0: never) from a step on, before the first, after the
+    # last.
     val_period: Whole = 10
     val_start_at: int = -1
     val_at_start: bool = False
     val_at_end: bool = False
-    max_val_samples: Whole = 256
+    # Prompts of a validation, and responses to each.
+    max_val_samples: Count = 256
     val_num_generations_per_prompt: Count = 1
+    # Engines batch by themselves.
     val_batch_size: Count = 256
 
     @property
     def samples_per_step(self) -> int:
         return self.num_prompts_per_step * self.num_generations_per_prompt
+
+
+# Keys of `Rollouts` that decide nothing about what is learned.
+VALIDATION_KEYS = frozenset(key for key in Rollouts.model_fields if key.startswith("val_")) | {"max_val_samples"}
 
 
 class GroupEstimator(Section):
@@ -179,7 +185,7 @@ class ValueLossFn(Section):
 
 
 class TaskData(Section):
-    """`data.train`: which task is learned."""
+    """`data.train`: which task is learned; `data.validation`: which one is judged."""
 
     # A built-in task (first_digit_echo) or "module:Class"; see `rl.tasks`.
     dataset_name: Annotated[str, Field(min_length=1)]
@@ -195,7 +201,8 @@ class Data(Section):
     max_input_seq_length: Count | None = None
     shuffle: bool = True
     num_workers: Whole = 1
-    validation: Annotated[Unread, only(None, "validation is")] = None
+    # The same for validation; null: there is none.
+    validation: TaskData | None = None
     default: Annotated[Unread, only(None, "defaults for data sets are")] = None
     use_multiple_dataloader: Annotated[bool, only(False, "several data loaders are")] = False
 
@@ -210,7 +217,7 @@ class Logger(Section):
     mlflow_enabled: Annotated[bool, only(False, "MLflow is")] = False
     swanlab_enabled: Annotated[bool, only(False, "SwanLab is")] = False
     monitor_gpus: Annotated[bool, only(False, "monitoring GPUs is")] = False
-    num_val_samples_to_print: Annotated[int, only(0, "validation is")] = 0
+    num_val_samples_to_print: Annotated[int, only(0, "printing samples is")] = 0
     tensorboard: Unread = None
     wandb: Unread = None
     mlflow: Unread = None

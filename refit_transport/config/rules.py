@@ -58,7 +58,10 @@ RULES: tuple[Rule, ...] = (
     Rule(rules_limits.vllm_generates, reads=(_GENERATES,)),
     Rule(rules_limits.megatron_trains, reads=(_TRAINS,)),
     Rule(rules_limits.architecture_is_trained, reads=_SHAPE, purposes=("run",)),
-    Rule(rules_limits.engine_is_synchronous, reads=(f"{VLLM}.async_engine", "grpo.async_grpo.enabled")),
+    Rule(
+        rules_limits.asynchronous_engine_has_one_stage,
+        reads=(f"{VLLM}.async_engine", f"{VLLM}.pipeline_parallel_size"),
+    ),
     Rule(rules_limits.vllm_precision_is_plain, reads=(f"{VLLM}.precision",)),
     Rule(rules_limits.context_is_whole, reads=(_CONTEXT,)),
     Rule(rules_limits.experts_stay_in_an_engine, reads=(_VLLM_TENSOR, _VLLM_EXPERT)),

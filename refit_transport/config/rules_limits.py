@@ -87,12 +87,12 @@ def architecture_is_trained(job: Job) -> Iterator[Violation]:
         yield Violation(MODEL, shown(job.config.policy.model_name), reason, remedy)
 
 
-def engine_is_synchronous(job: Job) -> Iterator[Violation]:
-    """Only asynchronous recipes drive vLLM's asynchronous engine."""
-    asynchronous = value_at(job.document, "grpo.async_grpo.enabled")
-    if job.config.policy.generation.vllm_cfg.async_engine and not asynchronous:
-        reason = "must be false: vLLM's asynchronous engine is not available yet outside of asynchronous GRPO"
-        yield Violation(f"{VLLM}.async_engine", "true", reason, "set it to false, or grpo.async_grpo.enabled to true")
+def asynchronous_engine_has_one_stage(job: Job) -> Iterator[Violation]:
+    """vLLM's asynchronous engine starts its ranks itself, and not yet in stages."""
+    vllm = job.config.policy.generation.vllm_cfg
+    if vllm.async_engine and (stages := vllm.pipeline_parallel_size) > 1:
+        reason = "must be 1 where async_engine is true: asynchronous engines of several stages are not available yet"
+        yield Violation(f"{VLLM}.pipeline_parallel_size", str(stages), reason, "set it to 1, or async_engine to false")
 
 
 def context_is_whole(job: Job) -> Iterator[Violation]:

@@ -69,7 +69,7 @@ def domains_name_every_rank_once(job: Job) -> Iterator[Violation]:
         f"{REFIT_CFG}.{job.config.settings_name}.topology.domains",
         shown([list(domain) for domain in domains]),
     )
-    first, count = job.config.training_ranks, job.config.cluster.ranks
+    first, count = job.config.training_ranks, job.config.refit_ranks
     every = f"every refit rank once: 0 to {first - 1} train, {first} to {count - 1} generate"
     named = Counter(rank for domain in domains for rank in domain)
     troubles = {

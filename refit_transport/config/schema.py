@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr
 
-from refit_transport.config.base import Count, Number, Port, Section, TokenId
+from refit_transport.config.base import Count, Number, Port, Section, TokenId, Whole
 from refit_transport.config.settings import RefitSettings
 from refit_transport.config.tiny_models import TINY_MODELS, TinyKind, tiny_config
 from refit_transport.config.transport_settings import NcclReshardSettings, Ranks, RefitCfg, TransportSettings
@@ -169,6 +169,8 @@ class TinyModel(Section):
     intermediate_size: Count | None = None
     max_position_embeddings: Count | None = None
     tie_word_embeddings: bool | None = None
+    # The deviation of matrices.
+    initializer_range: Annotated[Number, Field(gt=0)] | None = None
     # Only of kinds with experts, however their config spells it.
     num_experts: Count | None = None
     num_experts_per_tok: Count | None = None
@@ -208,16 +210,19 @@ class RefitRun(Section):
     )
     logprob_tolerance: Annotated[Number, Field(gt=0)] = 1e-4
     # GRPO and PPO jobs: how far log-probabilities of trainer and samplers may be apart, on the mean of a step (nats);
-    # null: 1e-5 where both compute in float32, else 1e-2. Asynchronous jobs have no limit: their samplers are behind.
+    # null: 1e-5 where both compute in float32, else 1e-2. In asynchronous jobs, of a few sequences that both compute.
     logprob_error_limit: Annotated[Number, Field(gt=0)] | None = None
     # What going beyond that limit does: end the job at once, or warn at each step and fail at the end.
     on_logprob_error: Literal["stop", "warn"] = "stop"
     # Seconds that a worker may take to start, to train a step, or to compute log-probabilities.
     worker_timeout_s: Annotated[Number, Field(gt=0)] = 600.0
     # How often a dead engine of a GRPO or PPO job is started again; meanwhile training goes on with the others.
-    engine_restarts: Annotated[StrictInt, Field(ge=0)] = 2
+    engine_restarts: Whole = 2
     # Where the refit reports go as JSON, relative to the working directory; null: nowhere.
     report: Annotated[str, Field(min_length=1)] | None = None
+    # Where events go as JSON lines, and counters as Prometheus' text; see docs/observability.md. null: nowhere.
+    events: Annotated[str, Field(min_length=1)] | None = None
+    metrics: Annotated[str, Field(min_length=1)] | None = None
     # Makes policy.model_name before the run, replacing another model that an earlier run made there.
     tiny_model: TinyModel | None = None
 
@@ -242,7 +247,25 @@ class RefitConfig(Section):
 
     @property
     def training_ranks(self) -> int:
+        """The policy's. A PPO job's critic has as many."""
+        return self._remaining_ranks // 2 if self._has_critic else self._remaining_ranks
+
+    @property
+    def critic_ranks(self) -> int:
+        return self.training_ranks if self._has_critic else 0
+
+    @property
+    def refit_ranks(self) -> int:
+        """The policy's, then the engines'."""
+        return self.training_ranks + self.generation_ranks
+
+    @property
+    def _remaining_ranks(self) -> int:
         return self.cluster.ranks - self.generation_ranks
+
+    @property
+    def _has_critic(self) -> bool:
+        return self._document.get("ppo") is not None
 
     @property
     def data_parallel_size(self) -> int:
@@ -310,7 +333,7 @@ class RefitConfig(Section):
     def domains(self) -> tuple[Ranks, ...] | None:
         """The refit ranks of each fast domain; None where only the placement on hosts tells (`auto`)."""
         domains = self.settings.topology.domains
-        every = range(self.cluster.ranks)
+        every = range(self.refit_ranks)
         if domains == "auto":
             return None
         if domains == "single":

@@ -37,6 +37,8 @@ _SIZES: dict[str, Any] = {
     "intermediate_size": 128,
     "max_position_embeddings": 128,
     "tie_word_embeddings": False,
+    # Large enough that a tensor in the wrong place shows in what an untrained model computes.
+    "initializer_range": 0.08,
 }
 _ROUTED: dict[str, Any] = {
     "num_experts": 8,

@@ -27,6 +27,7 @@ PLACEHOLDERS: Mapping[str, Callable[[], object]] = {
     "data": dict,
     "data.train": dict,
     "data.train.dataset_name": lambda: "first_digit_echo",
+    "data.validation.dataset_name": lambda: "first_digit_echo",
     "policy.max_total_sequence_length": lambda: 1,
 }
 

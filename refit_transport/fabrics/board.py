@@ -13,6 +13,7 @@ from refit_transport.fabrics.frames import Frame, FrameError
 
 # What was answered in time is swept out of the expiries when so many are there.
 _CROWDED = 1024
+_MOST_PATIENCE_S = 1e9
 
 
 class Caller(Protocol):
@@ -96,7 +97,7 @@ class Board:
         """
         try:
             self._requests[frame.header["op"]](_Request(caller, frame.header, frame.parts, now))
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise FrameError("garbage", f"a request that can't be understood: {error!r}") from error
 
     def next_expiry(self) -> float | None:
@@ -152,10 +153,10 @@ class Board:
         elif self.failure is not None:
             asked.caller.answer({"failure": self.failure})
         else:
-            wait = _Wait(asked.caller, keys, missing)
+            patience, wait = _seconds(asked.header["patience"]), _Wait(asked.caller, keys, missing)
             for key in missing:
                 self._waiting.setdefault(key, []).append(wait)
-            self._expire_at(asked.now + float(asked.header["patience"]), wait)
+            self._expire_at(asked.now + patience, wait)
 
     def _on_check(self, asked: _Request) -> None:
         asked.caller.answer({"there": [key in self._values for key in _texts(asked.header["keys"])]})
@@ -189,6 +190,7 @@ class Board:
 
     def _on_vote(self, asked: _Request) -> None:
         what, value = str(asked.header["what"]), asked.header["value"]
+        patience, [report] = _seconds(asked.header["patience"]), asked.parts
         if not isinstance(value, str | None):
             raise TypeError("a vote is a text or nothing")
         gone = self._left.keys() - (self._ballots[what].votes.keys() if what in self._ballots else set())
@@ -199,12 +201,11 @@ class Board:
             asked.caller.answer({"failure": self.failure})
             return
         ballot = self._ballots.setdefault(what, _Ballot(what))
-        ballot.votes[asked.caller.rank] = _Vote(asked.caller, value, asked.parts[0])
+        ballot.votes[asked.caller.rank] = _Vote(asked.caller, value, report)
         if len(ballot.votes) == self.world_size:
             del self._ballots[what]
             self._decide(ballot)
         else:
-            patience = float(asked.header["patience"])
             self._expire_at(asked.now + patience, (ballot, asked.caller.rank, patience))
 
     def _on_fail(self, asked: _Request) -> None:
@@ -279,6 +280,14 @@ def vote_groups(values: Iterable[str | None]) -> list[tuple[str, list[int]]]:
         if value is not None:
             groups.setdefault(value, []).append(rank)
     return list(groups.items())
+
+
+def _seconds(value: Any) -> float:
+    """A patience that orders among others; NaN does not."""
+    seconds = float(value)
+    if not 0.0 <= seconds <= _MOST_PATIENCE_S:
+        raise ValueError(f"{seconds} is no patience")
+    return seconds
 
 
 def _texts(value: Any) -> tuple[str, ...]:

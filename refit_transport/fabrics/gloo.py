@@ -14,6 +14,7 @@ from refit_transport.errors import TransferError
 from refit_transport.fabrics.base import Spent
 from refit_transport.fabrics.deadline import Deadline
 from refit_transport.fabrics.program import Program, Step, Transmission
+from refit_transport.fabrics.secret import Secret
 from refit_transport.fabrics.shared_memory import SharedExchange
 from refit_transport.fabrics.slots import Slots
 from refit_transport.fabrics.store_client import StoreGoneError
@@ -23,6 +24,8 @@ from refit_transport.fabrics.store_client import StoreGoneError
 # idle between two.
 _PAYLOADS_UNDER_WAY = 4
 _BYTES_UNDER_WAY = 512 << 10
+_PROOF_BYTES = 64
+_STRANGER = "that rank stopped, or a stranger reached this rank's port first"
 
 
 def address_toward(host: str) -> str:
@@ -38,6 +41,9 @@ class GlooFabric:
     torch.distributed's default group is never touched. Local hops between ranks that are connected by `exchange` go
     through shared memory, all others over TCP. `memory` is this rank's slot memory, the exchange's segment if there is
     an exchange.
+
+    gloo takes whoever connects with the right number for a peer. So before anything else, the ranks of each pair prove
+    to each other that they know `secret`, which all have from the authenticated store.
     """
 
     def __init__(
@@ -49,8 +55,10 @@ class GlooFabric:
         address: str,
         timeout_s: float,
         memory: torch.Tensor,
+        secret: Secret,
         exchange: SharedExchange | None = None,
     ) -> None:
+        deadline = Deadline(timeout_s)
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [ProcessGroupGloo.create_device(hostname=address)]
         # A peer that is late has this long to come; one that dies while it connects holds the others up to five times.
@@ -62,6 +70,36 @@ class GlooFabric:
         except (RuntimeError, StoreGoneError, OSError) as error:
             # gloo's own errors, and those of the store that it asks for its peers' addresses.
             raise TransferError(rank, -1, "connect", "", str(error).splitlines()[0]) from error
+        try:
+            self._prove(world_size, secret, deadline)
+        except BaseException:
+            self.close()
+            raise
+
+    def _prove(self, world_size: int, secret: Secret, deadline: Deadline) -> None:
+        """Nothing else goes over a pair before both of its ends have done this."""
+        group: Any = self._group
+        peers = [peer for peer in range(world_size) if peer != self._rank]
+        found = {peer: torch.zeros(_PROOF_BYTES, dtype=torch.uint8) for peer in peers}
+        own = {peer: _as_tensor(secret.proof("gloo", self._rank, peer)) for peer in peers}
+        receives = {peer: group.recv([found[peer]], peer, 0) for peer in peers}
+        sends = {peer: group.send([own[peer]], peer, 0) for peer in peers}
+        for peer in peers:
+            try:
+                receives[peer].wait(deadline.timedelta())
+            except RuntimeError as error:
+                late = f"it didn't prove itself within {deadline.seconds:g} s (timeout_s)"
+                what = late if deadline.passed else str(error).splitlines()[0]
+                raise TransferError(self._rank, peer, "connect", "", f"gloo: {what}; {_STRANGER}") from error
+            proof = found[peer].numpy().tobytes().decode("latin-1")
+            if not secret.accepts(proof, "gloo", peer, self._rank):
+                reason = f"gloo: what answers there doesn't know the session's secret; {_STRANGER}"
+                raise TransferError(self._rank, peer, "connect", "", reason)
+        for peer, send in sends.items():
+            try:
+                send.wait(deadline.timedelta())
+            except RuntimeError as error:
+                raise TransferError(self._rank, peer, "connect", "", f"gloo: {str(error).splitlines()[0]}") from error
 
     @property
     def memory(self) -> Slots:
@@ -79,6 +117,10 @@ class GlooFabric:
         self._group = None
         if self._exchange is not None:
             self._exchange.close()
+
+
+def _as_tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
 class _Execution:

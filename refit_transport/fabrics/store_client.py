@@ -47,6 +47,10 @@ class StoreGoneError(Exception):
     """The store doesn't answer, or not as a store would."""
 
 
+class _BusyError(Exception):
+    """Too many others wait for the store to let them in."""
+
+
 class _Connection:
     """A socket to the store, after both ends have proved that they know the secret."""
 
@@ -62,8 +66,10 @@ class _Connection:
         facts = (challenge, nonce, member.rank, member.incarnation, member.process, member.host)
         names = ("nonce", "rank", "incarnation", "process", "host")
         hello = dict(zip(names, facts[1:], strict=True))
-        self.send({**hello, "proof": secret.proof("rank", *facts)}, (), deadline)
+        self.send(pack({**hello, "proof": secret.proof("rank", *facts)}), deadline)
         answer = self._receive(deadline).header
+        if "busy" in answer:
+            raise _BusyError("strangers crowd it")
         if "refused" in answer:
             return str(answer["refused"])
         if not secret.accepts(answer.get("welcome"), "store", challenge, nonce):
@@ -71,15 +77,14 @@ class _Connection:
         self._reader.trust()
         return ""
 
-    def request(self, header: dict[str, Any], parts: Sequence[bytes], deadline: Deadline) -> Frame:
+    def request(self, message: bytes, deadline: Deadline) -> Frame:
         """The answer to a request."""
-        self.send(header, parts, deadline)
+        self.send(message, deadline)
         return self._receive(deadline)
 
-    def send(self, header: dict[str, Any], parts: Sequence[bytes], deadline: Deadline) -> None:
-        data = pack(header, parts)
+    def send(self, message: bytes, deadline: Deadline) -> None:
         with self._within(socket.SO_SNDTIMEO, deadline):
-            self._socket.sendall(data)
+            self._socket.sendall(message)
 
     def _receive(self, deadline: Deadline) -> Frame:
         while not self._frames:
@@ -133,13 +138,14 @@ class StoreClient:
 
         Raises:
             StoreGoneError: it doesn't; no later request is tried.
+            FrameError: the request is larger than a message may be; nothing was sent.
         """
         if self._gone:
             raise StoreGoneError(self._gone)
-        deadline = Deadline(patience + LEAST_PATIENCE_S)
+        message, deadline = pack(header, parts), Deadline(patience + LEAST_PATIENCE_S)
         try:
             connection = self._take(deadline)
-            answer = connection.request(header, parts, deadline)
+            answer = connection.request(message, deadline)
         except TimeoutError:
             self._gone = f"no answer within {deadline.seconds:g} s"
         except TransferError as error:
@@ -158,7 +164,7 @@ class StoreClient:
         deadline = Deadline(LEAST_PATIENCE_S)
         with suppress(OSError, StoreGoneError, TransferError):
             connection = self._take(deadline)
-            connection.send(header, (), deadline)
+            connection.send(pack(header), deadline)
             self._put_back(connection)
 
     def close(self) -> None:
@@ -177,31 +183,50 @@ class StoreClient:
             self._free.append(connection)
 
     def _connect(self, deadline: Deadline) -> _Connection:
-        where, rank = f"refit rendezvous at {self.host}:{self.port}", self.member.rank
+        while True:
+            connection = self._open(deadline)
+            try:
+                refused = connection.greet(self._secret, self.member, deadline)
+            except (_BusyError, ConnectionResetError, BrokenPipeError) as error:
+                # A store that drops a caller unheard resets the connection.
+                connection.close()
+                if deadline.remaining() < _TRY_AGAIN_S:
+                    raise self._not_let_in(str(error)) from error
+                time.sleep(_TRY_AGAIN_S)
+                continue
+            except (OSError, StoreGoneError, FrameError) as error:
+                connection.close()
+                late = f"no answer within {deadline.seconds:g} s (timeout_s)"
+                raise self._not_let_in(late if isinstance(error, TimeoutError) else str(error)) from error
+            if refused:
+                connection.close()
+                raise TransferError(
+                    self.member.rank, 0, "rendezvous", "", f"the {self._where} refuses this rank: {refused}"
+                )
+            return connection
+
+    def _open(self, deadline: Deadline) -> _Connection:
+        """A connection that has proved nothing yet."""
         while True:
             try:
                 opened = socket.create_connection((self.host, self.port), timeout=max(1e-3, deadline.remaining()))
                 break
             except OSError as error:
                 if deadline.remaining() < _TRY_AGAIN_S:
-                    reason = f"no {where} within {deadline.seconds:g} s (timeout_s): {error.strerror or error}"
-                    raise TransferError(rank, 0, "rendezvous", "", reason) from error
+                    reason = f"no {self._where} within {deadline.seconds:g} s (timeout_s): {error.strerror or error}"
+                    raise TransferError(self.member.rank, 0, "rendezvous", "", reason) from error
                 time.sleep(_TRY_AGAIN_S)
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection = _Connection(opened)
-        try:
-            refused = connection.greet(self._secret, self.member, deadline)
-        except (OSError, StoreGoneError, FrameError) as error:
-            connection.close()
-            late = f"no answer within {deadline.seconds:g} s (timeout_s)"
-            what = late if isinstance(error, TimeoutError) else str(error)
-            remedy = "it is another session's, or this rank has an old session's secret"
-            reason = f"the {where} didn't let this rank in: {what}; {remedy}"
-            raise TransferError(rank, 0, "rendezvous", "", reason) from error
-        if refused:
-            connection.close()
-            raise TransferError(rank, 0, "rendezvous", "", f"the {where} refuses this rank: {refused}")
-        return connection
+        return _Connection(opened)
+
+    @property
+    def _where(self) -> str:
+        return f"refit rendezvous at {self.host}:{self.port}"
+
+    def _not_let_in(self, what: str) -> TransferError:
+        remedy = "it is another session's, or this rank has an old session's secret"
+        reason = f"the {self._where} didn't let this rank in: {what}; {remedy}"
+        return TransferError(self.member.rank, 0, "rendezvous", "", reason)
 
 
 def _leave(free: list[_Connection], lock: threading.Lock) -> None:
@@ -210,7 +235,7 @@ def _leave(free: list[_Connection], lock: threading.Lock) -> None:
         for number, connection in enumerate(free):
             if number == 0:
                 with suppress(OSError):
-                    connection.send({"op": "leave"}, (), Deadline(LEAST_PATIENCE_S))
+                    connection.send(pack({"op": "leave"}), Deadline(LEAST_PATIENCE_S))
             connection.close()
         free.clear()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import selectors
 import socket
 import threading
@@ -15,10 +16,16 @@ from refit_transport.fabrics.board import Board
 from refit_transport.fabrics.frames import Frame, FrameError, FrameReader, pack
 from refit_transport.fabrics.secret import Secret, new_nonce
 
-# A stranger may keep a connection this long, and so many may be open; the oldest goes first.
+# A stranger may keep a connection this long, and so many may be open beside the ranks' own. Beyond that the oldest goes
+# of the address that has most, so that a flood from one address leaves the others alone.
 _HANDSHAKE_S = 5.0
 _MOST_STRANGERS = 64
 _READ_BYTES = 1 << 18
+_EVERY_INTERFACE = ("", "0.0.0.0", "::")
+# No descriptor is free, and no stranger has one: somebody else may close one.
+_NO_DESCRIPTOR_S = 0.01
+# A longer pause is more than the system's calls take.
+_LONGEST_PAUSE_S = 3600.0
 # After `close`, answers that are under way get this long, and so long hears who comes late why the session failed.
 _GRACE_S = 2.0
 _LINGER_S = 30.0
@@ -27,8 +34,8 @@ _LINGER_S = 30.0
 class _Peer:
     """One connection; `rank` is -1 until it has proved what it says."""
 
-    def __init__(self, connection: socket.socket, wake: Any) -> None:
-        self.socket, self._wake = connection, wake
+    def __init__(self, connection: socket.socket, address: str, wake: Any) -> None:
+        self.socket, self.address, self._wake = connection, address, wake
         self.reader, self.nonce = FrameReader(), new_nonce()
         self.out = bytearray()
         self.rank, self.host, self.process = -1, "", ""
@@ -72,8 +79,11 @@ class StoreServer:
             incarnations: which incarnation of a rank belongs to the session; any, for ranks that it lacks.
 
         Raises:
-            TransferError: the port is taken or the address isn't ours.
+            TransferError: the port is taken, the address isn't ours, or it means every interface.
         """
+        if host in _EVERY_INTERFACE:
+            reason = f"{host!r} listens on every interface: give the address of the one that the ranks share"
+            raise TransferError(0, -1, "rendezvous", "", reason)
         self._secret, self._incarnations = secret, dict(incarnations or {})
         self._board = Board(world_size)
         self._owners: dict[int, str] = {}
@@ -112,7 +122,7 @@ class StoreServer:
                         self._accept()
                     elif key.fileobj is bell:
                         bell.recv(64)
-                    else:
+                    elif not key.data.is_closed:
                         self._turn(key.data, events)
                 now = time.monotonic()
                 self._board.expire(now)
@@ -138,25 +148,36 @@ class StoreServer:
     def _pause(self) -> float | None:
         times = [self._board.next_expiry(), self._ends, *(peer.until for peer in self._strangers)]
         found = [time for time in times if time is not None]
-        return max(0.0, min(found) - time.monotonic()) if found else None
+        return min(_LONGEST_PAUSE_S, max(0.0, min(found) - time.monotonic())) if found else None
 
     def _accept(self) -> None:
         try:
-            connection, _ = self._listener.accept()
-        except OSError:
-            return  # it went before it was served, or there is no descriptor for it now
-        connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        peer = _Peer(connection, self._watch)
+            connection, address = self._listener.accept()
+            connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE) and not self._thin_out():
+                time.sleep(_NO_DESCRIPTOR_S)
+            return  # else it went before it was served
+        peer = _Peer(connection, str(address[0]), self._watch)
         self._selector.register(connection, selectors.EVENT_READ, peer)
         self._strangers.append(peer)
-        if len(self._strangers) > _MOST_STRANGERS:
-            self._refuse(self._strangers[0], "crowd")
+        if len(self._strangers) > _MOST_STRANGERS + self._board.world_size:
+            self._thin_out()
         peer.answer({"nonce": peer.nonce})
 
+    def _thin_out(self) -> bool:
+        """Drops the oldest stranger of the address that has most, which may call again; whether there was one."""
+        if not self._strangers:
+            return False
+        crowds = Counter(peer.address for peer in self._strangers)
+        [(most, _)] = crowds.most_common(1)
+        oldest = next(peer for peer in self._strangers if peer.address == most)
+        oldest.answer({"busy": True})
+        self._refuse(oldest, "crowd")
+        return True
+
     def _turn(self, peer: _Peer, events: int) -> None:
-        if peer.is_closed:
-            return
         try:
             if events & selectors.EVENT_WRITE:
                 del peer.out[: peer.socket.send(peer.out)]
@@ -167,8 +188,9 @@ class StoreServer:
                     self._lose(peer)
                     return
                 for frame in peer.reader.feed(data):
-                    if not peer.is_closed:
-                        self._take(peer, frame)
+                    self._take(peer, frame)
+                    if peer.is_closed:
+                        break
         except BlockingIOError:
             return
         except FrameError as error:
@@ -192,6 +214,10 @@ class StoreServer:
             )
         except (KeyError, TypeError) as error:
             raise FrameError("garbage", "it isn't a hello") from error
+        if not all(type(number) is int for number in (rank, incarnation)) or not all(
+            isinstance(text, str) for text in (nonce, process, host)
+        ):
+            raise FrameError("garbage", "it isn't a hello")
         facts = (peer.nonce, nonce, rank, incarnation, process, host)
         if not self._secret.accepts(frame.header.get("proof"), "rank", *facts):
             self._refuse(peer, "secret")
@@ -208,16 +234,11 @@ class StoreServer:
         peer.reader.trust()
         peer.answer({"welcome": self._secret.proof("store", peer.nonce, nonce)})
 
-    def _objection(self, rank: Any, incarnation: Any, process: Any) -> str:
+    def _objection(self, rank: int, incarnation: int, process: str) -> str:
         """Why a peer that knows the secret isn't let in all the same; "" when it is."""
         size = self._board.world_size
-        if (
-            type(rank) is not int
-            or not 0 <= rank < size
-            or type(incarnation) is not int
-            or not isinstance(process, str)
-        ):
-            return f"the session has ranks 0 to {size - 1}, not {rank!r}"
+        if not 0 <= rank < size:
+            return f"the session has ranks 0 to {size - 1}, not {rank}"
         expected = self._incarnations.get(rank, incarnation)
         if incarnation != expected:
             return f"rank {rank} is incarnation {expected} of its worker now; this one is incarnation {incarnation}"
@@ -226,22 +247,30 @@ class StoreServer:
         return ""
 
     def _refuse(self, peer: _Peer, kind: str) -> None:
-        """Drops a peer that doesn't belong. A member that sends what can't be understood is lost to the session."""
+        """Drops a peer that doesn't belong. A member that sends what can't be understood ends the session."""
+        self._drop(peer)
         self.refused[kind] += 1
-        self._lose(peer)
+        if peer.rank >= 0:
+            self._board.fail(peer.rank, peer.host, f"it sent rank 0 what isn't a message of the session ({kind})")
 
     def _lose(self, peer: _Peer) -> None:
+        """A connection has ended from the other side."""
+        self._drop(peer)
+        if peer.rank < 0:
+            self.refused["left"] += 1
+            return
+        if not self._peers[peer.rank] and peer.rank not in self._departed:
+            # A process that ends, or whose connection breaks, says nothing before.
+            self._board.fail(peer.rank, peer.host, "its process ended, or lost its connection to rank 0")
+
+    def _drop(self, peer: _Peer) -> None:
         peer.is_closed = True
         self._selector.unregister(peer.socket)
         peer.socket.close()
         if peer.rank < 0:
             self._strangers.remove(peer)
-            return
-        others = self._peers[peer.rank]
-        others.discard(peer)
-        if not others and peer.rank not in self._departed:
-            # A process that ends, or whose connection breaks, says nothing before.
-            self._board.fail(peer.rank, peer.host, "its process ended, or lost its connection to rank 0")
+        else:
+            self._peers[peer.rank].discard(peer)
 
     def _watch(self, peer: _Peer) -> None:
         if not peer.is_closed:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from refit_transport.compatibility import require
 from refit_transport.integrations.vllm_plain_weights import use_plain_weights
 from refit_transport.integrations.vllm_seams import attribute, require_parameters, seam_error
 
@@ -39,8 +40,10 @@ def register() -> None:
     """Makes this process's vLLM ready for refits. Idempotent.
 
     Raises:
+        UnsupportedVersionError: of vLLM.
         SeamError: vLLM isn't as we know it at a place that we extend.
     """
+    require("vllm", needed_for="the vLLM plugin")
     is_cpu = attribute("vllm.platforms", "current_platform").is_cpu()
     if is_cpu:
         _permit_amx()
@@ -48,7 +51,7 @@ def register() -> None:
         _unlink_shared_memory_once_mapped()
     _register_engine()
     _end_with_parent()
-    _show_drafters()
+    _prepare_joining()
     plain = os.environ.get(PLAIN_WEIGHTS, "")
     if plain not in ("", "0", "1"):
         raise ValueError(f"{PLAIN_WEIGHTS} must be 0 or 1 (got {plain!r})")
@@ -81,21 +84,27 @@ def _register_engine() -> None:
         factory.register_engine(ENGINE, "refit_transport.integrations.vllm_engine", "RefitTransportEngine")
 
 
-def _show_drafters() -> None:
-    """Shows our engine the model that drafts: vLLM makes engines with the main model only."""
+def _prepare_joining() -> None:
+    """Shows our engine the model that drafts, which vLLM makes engines without; and ends an update that failed.
+
+    A refit that failed elsewhere leaves vLLM's update open, and vLLM would refuse to start the next one.
+    """
     owner = attribute(_WORKER, "Worker")
     original = owner.init_weight_transfer_engine
-    if getattr(original, "shows_drafter", False):
+    if getattr(original, "prepares", False):
         return
     require_parameters(original, f"{_WORKER}:Worker.init_weight_transfer_engine", ("self", "init_info"))
     attribute(_WORKER, "Worker.get_draft_model")
 
     def init_weight_transfer_engine(self: Any, init_info: dict[str, Any]) -> None:
         if hasattr(self.weight_transfer_engine, "draft_with"):
+            if not hasattr(self, "_weight_update_active"):
+                raise seam_error(f"{_WORKER}:Worker._weight_update_active", "the flag of an open weight update")
+            self._weight_update_active = False
             self.weight_transfer_engine.draft_with(self.get_draft_model())
         original(self, init_info)
 
-    init_weight_transfer_engine.shows_drafter = True  # type: ignore[attr-defined]
+    init_weight_transfer_engine.prepares = True  # type: ignore[attr-defined]
     owner.init_weight_transfer_engine = init_weight_transfer_engine
 
 

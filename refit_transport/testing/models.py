@@ -23,7 +23,7 @@ def save_tiny_model(
 
     `overrides` are fields of the Hugging Face config (`vocab_size=250`, `dtype="bfloat16"`, ...). The same seed and
     config give the same weights; every weight is random, norms and biases too, so that a tensor in the wrong place
-    shows.
+    shows. Matrices have the deviation `initializer_range`.
     """
     import transformers
 
@@ -32,21 +32,21 @@ def save_tiny_model(
     config_class, model_class = getattr(transformers, f"{shape.name}Config"), getattr(transformers, shape.architecture)
     with torch.random.fork_rng(devices=[]):
         model = model_class(config_class(**config)).to(dtype)
-    generator = torch.Generator().manual_seed(seed)
+    generator, deviation = torch.Generator().manual_seed(seed), float(config["initializer_range"])
     filled: set[int] = set()
     for name, tensor in sorted(model.state_dict().items()):
         # Tied weights are one tensor under two names.
         if tensor.data_ptr() not in filled:
             filled.add(tensor.data_ptr())
-            tensor.copy_(_random(name, tuple(tensor.shape), generator))
+            tensor.copy_(_random(name, tuple(tensor.shape), deviation, generator))
     # It would draw on the terminal.
     transformers.utils.logging.disable_progress_bar()
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
 
 
-def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+def _random(name: str, shape: tuple[int, ...], deviation: float, generator: torch.Generator) -> torch.Tensor:
     values = torch.randn(shape, generator=generator)
     if name.endswith("bias"):
         return 0.1 * values
-    return 1 + 0.1 * values if len(shape) < 2 else 0.08 * values
+    return 1 + 0.1 * values if len(shape) < 2 else deviation * values

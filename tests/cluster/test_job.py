@@ -43,13 +43,21 @@ def test_ranks_share_what_there_is(
     monkeypatch: pytest.MonkeyPatch, cluster: dict[str, float], ranks: int, resources: dict[str, float]
 ) -> None:
     monkeypatch.setattr(ray, "cluster_resources", lambda: cluster)
-    assert job._rank_resources(ranks) == resources
+    roles = [job.Role("policy", ranks - 2), job.Role("engine 0", 1, ranks_each=2)]
+    assert job._rank_resources(roles) == resources
 
 
 def test_more_ranks_than_ray_can_place_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0})
     with pytest.raises(WorkerError, match=r"2001 ranks are too many for 2 CPUs; lower cluster\.gpus_per_node"):
-        job._rank_resources(2001)
+        job._rank_resources([job.Role("policy", 2001)])
+
+
+def test_more_ranks_than_gpus_are_refused_with_their_roles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 64.0, "GPU": 7.0})
+    roles = [job.Role("policy", 2), job.Role("critic", 2), job.Role("engine 0", 1, ranks_each=4)]
+    with pytest.raises(WorkerError, match=r"8 ranks \(policy: 2, critic: 2, engine 0: 4\) need a GPU each, .* has 7"):
+        job._rank_resources(roles)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])

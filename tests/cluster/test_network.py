@@ -1,6 +1,7 @@
 """Ports for rendezvous: from the configured range, each promised to one group only."""
 
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -30,5 +31,11 @@ def test_an_exhausted_range_names_the_settings():
             PortRange(port, port).free_port(LOOPBACK)
 
 
-def test_without_a_range_any_free_port_will_do():
-    assert PortRange().free_port(LOOPBACK) > 0
+def test_without_a_range_a_port_is_none_that_a_connection_could_take_first():
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    for _ in range(20):
+        port = PortRange().free_port(LOOPBACK)
+        assert port > 1024
+        assert not first <= port <= last
+    promised = PortRange(promised=frozenset(range(20000, first - 1)))
+    assert promised.free_port(LOOPBACK) == first - 1

@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 
 from refit_transport.cluster import rollouts as rollouts_module
+from refit_transport.cluster.fleet import Change
 from refit_transport.cluster.learning import Learned, LogprobError
 from refit_transport.cluster.rl_job import fingerprint
 from refit_transport.cluster.rl_loop import LogprobLimit, Loop
 from refit_transport.cluster.rollouts import AheadRollouts, Asking, FreshRollouts, spread_of_ages
 from refit_transport.cluster.run_state import RunFolder
+from refit_transport.cluster.validation import Validator
 from refit_transport.config.rl import load_rl_config
 from refit_transport.errors import ConfigError, ParityError, WorkerError
 from refit_transport.rl.tasks import FirstDigitEcho
@@ -36,6 +38,42 @@ class Engines:
             Sample(r.prompt, (9, 2), (-1.0, -1.0), (self.version, self.version), r.seed, r.group, "stop")
             for r in requests
         ]
+
+
+@dataclass
+class Crew:
+    """Engines by name; those of `dying` die at the calls of `sync` and `sample_on` with these numbers."""
+
+    serving: tuple = ("a", "b")
+    dying: dict[int, str] = field(default_factory=dict)
+    restarted: dict[int, str] = field(default_factory=dict)
+    calls: int = 0
+    dead: set[str] = field(default_factory=set)
+    tended: int = 0
+
+    def called(self):
+        """A call that all engines take part in."""
+        self.calls += 1
+        if self.calls in self.dying:
+            self.dead.add(self.dying[self.calls])
+        if self.dead & set(self.serving):
+            raise WorkerError("engine", 0, "call", "the process died")
+
+    def drop_dead(self):
+        left = {name: "starting again" for name in self.serving if name in self.dead}
+        self.serving = tuple(name for name in self.serving if name not in left)
+        if not self.serving:
+            raise WorkerError("generation", -1, "reconcile", "all generation engines have died")
+        return left
+
+    def tend(self):
+        left = self.drop_dead()
+        self.tended += 1
+        name = self.restarted.get(self.tended)
+        if name:
+            self.dead.discard(name)
+            self.serving += (name,)
+        return Change(left, (name,) if name else ())
 
 
 class Summary:
@@ -90,8 +128,26 @@ def engines(monkeypatch):
     return found
 
 
-def loop(engines, rollouts, learner, *, folder=None, limit=None, period=2, fingerprint="job", published=None):
+ANY_ERROR = LogprobLimit(float("inf"), stops=True)
+
+
+def loop(
+    engines,
+    rollouts,
+    learner,
+    *,
+    folder=None,
+    limit=ANY_ERROR,
+    period=2,
+    fingerprint="job",
+    published=None,
+    crew=None,
+    told=(),
+    **more,
+):
     def sync(version):
+        if crew is not None:
+            crew.called()
         engines.version = version
         if published is not None:
             published.append((version, learner.weights))
@@ -101,15 +157,17 @@ def loop(engines, rollouts, learner, *, folder=None, limit=None, period=2, finge
         learner=learner,
         rollouts=rollouts,
         sync=sync,
+        fleet=crew or Crew(),
         folder=None if folder is None else RunFolder(folder, fingerprint, keep=None, best=False),
         save_period=period,
         limit=limit,
-        announce=lambda _: None,
+        announce=told.append if told != () else lambda _: None,
+        **more,
     )
 
 
-def ahead(*, max_age, in_flight=False):
-    found = AheadRollouts([], ASKING, max_age=max_age, in_flight=in_flight, timeout_s=7.0)
+def ahead(*, max_age, in_flight=False, crew=None):
+    found = AheadRollouts(crew or Crew(), ASKING, max_age=max_age, in_flight=in_flight, timeout_s=7.0)
     found.activity = list
     return found
 
@@ -117,7 +175,7 @@ def ahead(*, max_age, in_flight=False):
 def test_every_step_trains_the_version_that_was_sampled_and_publishes_the_next(engines):
     learner, published = Learner(), []
     reports = list(
-        loop(engines, FreshRollouts([], ASKING, timeout_s=7.0), learner, published=published).run(3)
+        loop(engines, FreshRollouts(Crew(), ASKING, timeout_s=7.0), learner, published=published).run(3)
     )  # fmt: skip
     assert published == [(0, 0), (1, 1), (2, 2), (3, 3)]
     assert [(report.step, report.version, report.ages) for report in reports] == [
@@ -130,7 +188,7 @@ def test_every_step_trains_the_version_that_was_sampled_and_publishes_the_next(e
 
 
 def test_samples_of_another_version_than_the_trainers_are_refused(engines):
-    rollouts = FreshRollouts([], ASKING, timeout_s=7.0)
+    rollouts = FreshRollouts(Crew(), ASKING, timeout_s=7.0)
     engines.version = 4
     with pytest.raises(WorkerError, match="version 4 where version 5"):
         rollouts.take(1, version=5)
@@ -139,17 +197,19 @@ def test_samples_of_another_version_than_the_trainers_are_refused(engines):
 @pytest.mark.parametrize("cut", [2, 4])
 def test_a_resumed_job_sees_the_same_samples_and_publishes_larger_versions(engines, tmp_path, cut):
     whole = Learner()
-    list(loop(engines, FreshRollouts([], ASKING, timeout_s=7.0), whole).run(6))
+    list(loop(engines, FreshRollouts(Crew(), ASKING, timeout_s=7.0), whole).run(6))
 
     first, published = Learner(), []
-    rollouts = FreshRollouts([], ASKING, timeout_s=7.0)
+    rollouts = FreshRollouts(Crew(), ASKING, timeout_s=7.0)
     going = loop(engines, rollouts, first, folder=tmp_path, published=published).run(6)
     for _ in range(cut + 1):  # one step more than the last checkpoint
         next(going)
     going.close()
 
     second = Learner()
-    list(loop(engines, FreshRollouts([], ASKING, timeout_s=7.0), second, folder=tmp_path, published=published).run(6))
+    list(
+        loop(engines, FreshRollouts(Crew(), ASKING, timeout_s=7.0), second, folder=tmp_path, published=published).run(6)
+    )
     versions = [version for version, _ in published]
     assert versions == sorted(set(versions))
     assert second.seen[0][0] == cut + 1
@@ -162,13 +222,13 @@ def test_a_resumed_job_sees_the_same_samples_and_publishes_larger_versions(engin
 
 
 def test_a_finished_job_has_nothing_to_do(engines, tmp_path):
-    rollouts = FreshRollouts([], ASKING, timeout_s=7.0)
+    rollouts = FreshRollouts(Crew(), ASKING, timeout_s=7.0)
     assert len(list(loop(engines, rollouts, Learner(), folder=tmp_path).run(3))) == 3
     assert list(loop(engines, rollouts, Learner(), folder=tmp_path).run(3)) == []
 
 
 def test_another_jobs_checkpoint_is_refused(engines, tmp_path):
-    rollouts = FreshRollouts([], ASKING, timeout_s=7.0)
+    rollouts = FreshRollouts(Crew(), ASKING, timeout_s=7.0)
     list(loop(engines, rollouts, Learner(), folder=tmp_path).run(2))
     with pytest.raises(ConfigError, match=r"(?s)another job.*step_2"):
         list(loop(engines, rollouts, Learner(), folder=tmp_path, fingerprint="other").run(4))
@@ -177,7 +237,7 @@ def test_another_jobs_checkpoint_is_refused(engines, tmp_path):
 @pytest.mark.parametrize("error", [2e-5, float("nan")])
 def test_samplers_that_compute_something_else_end_the_job_or_mark_the_step(engines, error):
     learner = Learner(error=error)
-    rollouts = FreshRollouts([], ASKING, timeout_s=7.0)
+    rollouts = FreshRollouts(Crew(), ASKING, timeout_s=7.0)
     with pytest.raises(ParityError, match="logprob_error_limit is 1e-05"):
         list(loop(engines, rollouts, learner, limit=LogprobLimit(1e-5, stops=True)).run(2))
     assert [
@@ -188,6 +248,76 @@ def test_samplers_that_compute_something_else_end_the_job_or_mark_the_step(engin
     ]
     fine = loop(engines, rollouts, Learner(error=9e-6), limit=LogprobLimit(1e-5, stops=True))
     assert not any(report.apart() for report in fine.run(2))
+
+
+class Served:
+    """Both sides' answers, with what they were asked and when."""
+
+    def __init__(self, errors):
+        self.errors, self.calls = iter(errors), []
+
+    def begin(self, samples):
+        self.calls.append(len(samples))
+
+    def finish(self):
+        self.calls.append("finish")
+        return LogprobError(error := next(self.errors), error)
+
+
+def test_samples_of_older_weights_are_not_what_the_refit_is_judged_by(engines):
+    """What training changed since is no error, and what both sides compute now is."""
+    limit, learner = LogprobLimit(1e-5, stops=True), Learner(error=0.7)
+    served = Served([1e-7, 1e-7, 2e-5])
+    running = loop(engines, ahead(max_age=1), learner, limit=limit, served=served).run(4)
+    reports = [next(running), next(running)]
+    with pytest.raises(ParityError, match="logprob_error_limit is 1e-05"):
+        next(running)
+    assert served.calls == [6, "finish"] * 3
+    assert [report.scalars()["logprob_error"] for report in reports] == [1e-7, 1e-7]
+    # The wrong weights were trained, but nothing was published after them.
+    assert engines.version == 2
+
+
+def test_an_engine_that_dies_in_the_comparison_is_left_out_of_it(engines):
+    crew, told = Crew(), []
+
+    class Dying(Served):
+        def finish(self):
+            if "a" in crew.serving:
+                crew.dead.add("a")
+                raise WorkerError("a", 0, "logprobs", "the process died")
+            return super().finish()
+
+    served = Dying([1e-7] * 2)
+    rollouts = FreshRollouts(crew, ASKING, timeout_s=7.0)
+    reports = list(loop(engines, rollouts, Learner(), crew=crew, told=told, served=served).run(2))
+    assert [report.logprob_error.mean for report in reports] == [1e-7, 1e-7]
+    assert "a has died, starting again" in told
+
+
+def test_validation_asks_the_same_after_every_period_and_at_both_ends(engines):
+    asking = replace(ASKING, prompts=5, samples=1)
+    validator = Validator(asking, period=2, start_at=4, at_start=True, at_end=True)
+    rollouts, drawn = FreshRollouts(Crew(), ASKING, timeout_s=7.0), []
+    draw = rollouts.draw
+
+    def remember(requests):
+        drawn.append((engines.version, [(r.prompt, r.seed) for r in requests]))
+        return draw(requests)
+
+    rollouts.draw = remember
+    reports = list(loop(engines, rollouts, Learner(), validator=validator).run(7))
+    found = {each.step: (report.step, each.samples) for report in reports for each in report.validations}
+    assert found == {0: (1, 5), 4: (4, 5), 6: (6, 5), 7: (7, 5)}
+    asked = [(version, what) for version, what in drawn if len(what) == 5]
+    # After a step the engines serve what it trained.
+    assert [version for version, _ in asked] == [0, 4, 6, 7]
+    assert all(what == asked[0][1] for _, what in asked)
+    trained = {seed for _, what in drawn if len(what) == 6 for _, seed in what}
+    assert not trained & {seed for _, seed in asked[0][1]}
+    assert "validation/reward" not in reports[0].scalars()
+    assert reports[0].to_json()["validations"][0]["step"] == 0
+    assert reports[3].scalars()["validation/reward"] == reports[3].validations[0].reward
 
 
 @pytest.mark.parametrize("in_flight", [False, True])
@@ -228,7 +358,7 @@ def test_a_prompt_that_is_too_long_is_refused_with_the_setting():
 def test_a_step_is_a_line_of_json_a_point_on_the_board_and_in_the_picture(engines, tmp_path):
     pytest.importorskip("tensorboardX")
     pytest.importorskip("matplotlib")
-    reports = list(loop(engines, FreshRollouts([], ASKING, timeout_s=7.0), Learner(error=1e-7)).run(3))
+    reports = list(loop(engines, FreshRollouts(Crew(), ASKING, timeout_s=7.0), Learner(error=1e-7)).run(3))
     for first in (0, 2):  # a resumed job appends
         with StepLog(tmp_path, tensorboard=True) as log:
             for report in reports[first : first + 2]:
@@ -254,6 +384,8 @@ def test_a_log_that_cannot_be_written_is_told_with_its_setting(tmp_path):
         ("grpo.max_num_steps=7", True),
         ("policy.train_micro_batch_size=64", True),
         ("checkpointing.save_period=3", True),
+        ("grpo.val_period=3", True),
+        ("data.validation.dataset_name=first_digit_echo", True),
         ("grpo.seed=1", False),
         ("policy.precision=bfloat16", False),
         ("policy.megatron_cfg.optimizer.lr=1.0e-4", False),
@@ -280,3 +412,78 @@ def test_the_critics_optimizer_decides_too():
         for rate in rates
     }
     assert len(found) == 2
+
+
+@pytest.fixture
+def fragile(engines, monkeypatch):
+    """Engines whose `sample_on` is a call of the crew too."""
+
+    def sample_on(serving, requests, timeout_s):
+        crew.called()
+        assert serving == crew.serving
+        return engines.answer(requests)
+
+    crew = Crew()
+    monkeypatch.setattr(rollouts_module, "sample_on", sample_on)
+    return crew
+
+
+# The calls: the first refit, then samples and refit of each of three steps.
+@pytest.mark.parametrize("call", range(1, 8))
+def test_an_engine_that_dies_is_left_out_and_training_goes_on(engines, fragile, call):
+    fragile.dying, published, told, learner = {call: "b"}, [], [], Learner()
+    rollouts = FreshRollouts(fragile, ASKING, timeout_s=7.0)
+    steps = list(loop(engines, rollouts, learner, published=published, crew=fragile, told=told).run(3))
+    assert [step.step for step in steps] == [1, 2, 3]
+    assert fragile.serving == ("a",)
+    assert told.count("b has died, starting again") == 1
+    # Every step's weights are published once, each under a version above all that were tried before.
+    assert [weights for _, weights in published] == [0, 1, 2, 3]
+    versions = [version for version, _ in published]
+    assert versions == sorted(set(versions))
+    assert versions[-1] == (4 if call % 2 else 3)
+    assert [step.version for step in steps] == versions[1:]
+
+
+def test_an_engine_that_is_ready_again_takes_part_from_the_next_refit_on(engines, fragile):
+    fragile.dying, fragile.restarted, told = {2: "b"}, {3: "b"}, []
+    list(loop(engines, FreshRollouts(fragile, ASKING, timeout_s=7.0), Learner(), crew=fragile, told=told).run(3))
+    assert fragile.serving == ("a", "b")
+    assert told.index("b has died, starting again") < told.index("b takes part again")
+
+
+def test_without_engines_the_job_ends(engines, fragile):
+    fragile.dying = {2: "b", 4: "a"}
+    with pytest.raises(WorkerError, match="all generation engines have died"):
+        list(loop(engines, FreshRollouts(fragile, ASKING, timeout_s=7.0), Learner(), crew=fragile).run(3))
+
+
+def test_an_error_that_is_no_death_is_raised_as_it_is(engines, fragile, monkeypatch):
+    def fail(*_, **__):
+        raise WorkerError("engine a", 0, "sample", "no such thing")
+
+    monkeypatch.setattr(rollouts_module, "sample_on", fail)
+    with pytest.raises(WorkerError, match="no such thing"):
+        list(loop(engines, FreshRollouts(fragile, ASKING, timeout_s=7.0), Learner(), crew=fragile).run(1))
+
+
+def test_what_a_dead_engine_was_asked_for_ahead_is_asked_again(engines, monkeypatch):
+    crew, aborted = Crew(), []
+    monkeypatch.setattr(rollouts_module, "collect", lambda pending, timeout_s: aborted.extend(pending) or [{0: []}])
+    rollouts = ahead(max_age=1, crew=crew)
+    rollouts.take(1, version=0)
+    crew.serving = (_Engine("a"),)
+    rollouts.engines_left()
+    assert aborted == ["a: abort"]
+    rollouts.take(2, version=0)
+    first, second, third, again = [seed for _, seed in engines.asked]
+    assert again == second
+    assert len({first, second, third}) == 3
+
+
+@dataclass
+class _Engine:
+    name: str
+
+    def start(self, call):
+        return f"{self.name}: {call}"

@@ -320,7 +320,6 @@ class TestNemoRl:
             "context_parallel_size: 1": "context_parallel_size: 2",
             "peft: {enabled: false, dim: 8}": "peft: {enabled: true, dim: 8}",
             "fp8_cfg: {enabled: false}": "fp8_cfg: {enabled: true}",
-            "async_engine: false": "async_engine: true",
             "      expert_parallel_size: 1": "      expert_parallel_size: 4",
         }
         text = FULL_NEMO_RL
@@ -332,7 +331,6 @@ class TestNemoRl:
             "policy.megatron_cfg.context_parallel_size",
             "policy.megatron_cfg.peft.enabled",
             "policy.megatron_cfg.fp8_cfg.enabled",
-            "policy.generation.vllm_cfg.async_engine",
             "policy.generation.vllm_cfg.expert_parallel_size",
         }
         assert len(found) == len(changes)

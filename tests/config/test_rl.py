@@ -60,6 +60,9 @@ ASYNC = {
 }
 
 
+ASYNC_PPO = {key.replace("grpo", "ppo"): value for key, value in ASYNC.items()}
+
+
 class TestValues:
     def test_defaults_are_nemo_rls(self, load: Load) -> None:
         config = load({})
@@ -108,7 +111,7 @@ class TestValues:
                 "value_loss_fn": {"scale": 0.4, "cliprange": 0.2},
                 "value.megatron_cfg": {
                     "tensor_model_parallel_size": 1,
-                    "expert_model_parallel_size": 4,
+                    "expert_model_parallel_size": 2,
                     "expert_tensor_parallel_size": 1,
                 },
             }
@@ -117,6 +120,8 @@ class TestValues:
         assert config.gae() == GaeSettings(1.0, 0.9, True, KlSettings(0.01, "k1"))
         assert config.value_loss() == ValueLossSettings(0.4, 0.2)
         assert config.needs_reference
+        # Four of the eight ranks generate; policy and critic share the others.
+        assert (config.refit.training_ranks, config.refit.critic_ranks, config.refit.refit_ranks) == (2, 2, 6)
         with pytest.raises(ValueError, match="without grpo"):
             config.group_advantages()
         with pytest.raises(ValueError, match="without ppo"):
@@ -128,6 +133,14 @@ class TestValues:
             True,
             3,
         )
+
+    def test_asynchronous_ppo(self, load: Load) -> None:
+        assert load({**AS_PPO, **ASYNC_PPO}).sections.asynchronous.enabled
+
+    def test_validation(self, load: Load) -> None:
+        assert load({"grpo.val_period": 10}).validation_task() is None
+        config = load({"data.validation": {"dataset_name": "first_digit_echo", "kwargs": {"digits": 5}}})
+        assert config.validation_task() == FirstDigitEcho(digits=5)
 
     def test_a_task_of_the_user(self, load: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (tmp_path / "my_tasks.py").write_text(
@@ -222,10 +235,39 @@ class TestValues:
         (
             {"policy.generation.vllm_cfg.async_engine": True},
             "policy.generation.vllm_cfg.async_engine",
-            "outside of asynchronous GRPO",
-            "async_grpo",
+            "must be false where grpo.async_grpo.enabled is false",
+            "set it to false",
         ),
-        ({**AS_PPO, "ppo.async_ppo.enabled": True}, "ppo.async_ppo.enabled", "must be false", "GRPO"),
+        (
+            {**AS_PPO, **ASYNC_PPO, "policy.generation.vllm_cfg.async_engine": False},
+            "policy.generation.vllm_cfg.async_engine",
+            "must be true where ppo.async_ppo.enabled is true",
+            "set it to true",
+        ),
+        (
+            {**AS_PPO, "cluster.gpus_per_node": 7, "policy.megatron_cfg": {"enabled": True}},
+            "cluster.gpus_per_node",
+            "leaves 3 of 7 ranks for training, which policy and critic share evenly",
+            "as many as the policy's",
+        ),
+        (
+            {"grpo.val_at_end": True},
+            "grpo.val_at_end",
+            "must be false where data.validation is null",
+            "data.validation",
+        ),
+        (
+            {**AS_PPO, "ppo.val_at_start": True},
+            "ppo.val_at_start",
+            "must be false where data.validation",
+            "name a task",
+        ),
+        (
+            {"data.validation.dataset_name": "nothing"},
+            "data.validation.dataset_name",
+            "unknown task 'nothing'",
+            "name a task",
+        ),
         ({"policy.generation.max_new_tokens": 33}, "policy.generation.max_new_tokens", "must be at most", "lower"),
         ({"policy.max_total_sequence_length": 65}, "policy.generation.vllm_cfg.max_model_len", "must be at least", "$"),
         ({"policy.generation.stop_token_ids": [2, 256]}, "policy.generation.stop_token_ids", "outside", "0 to 255"),

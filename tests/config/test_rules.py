@@ -230,7 +230,7 @@ INDEPENDENT = [
     (f"{M}.sequence_parallel", "maybe"),
     (f"{M}.optimizer.lr", -1),
     (f"{M}.tensor_parallel", 3),
-    (f"{V}.async_engine", True),
+    (f"{V}.async_engine", "maybe"),
     (f"{V}.gpu_memory_utilization", 0),
     (f"{V}.precision", "fp8"),
     (f"{G}.refit_transport", "nccl_rshard"),

@@ -1,168 +1,234 @@
-"""The recipes through the whole system, as a user launches them: they learn, and a wrong refit doesn't go unnoticed."""
+"""The recipes through the whole system, as a user launches them: they learn, and are interrupted in order."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from rl_records import figures
+from test_run_command import MARK, processes
 
 pytestmark = pytest.mark.e2e
 ROOT = Path(__file__).parents[2]
 # Nats on the mean of a step. Every wrong refit below is above the first by far.
 FP32, BF16 = 1e-5, 1e-2
+SEEDS = (42, 1, 2)
+WRONG = ("refit_run.on_logprob_error=warn", "policy.generation.refit_cfg.gather_broadcast.verify='off'")
+
+
+def command(recipe, *overrides, launcher="grpo"):
+    found = [sys.executable, str(ROOT / "recipes" / f"run_{launcher}.py"), str(ROOT / "recipes" / recipe)]
+    return [*found, *(part for override in overrides for part in ("--set", override))]
+
+
+def environment(**more):
+    return os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests"))), "OMP_NUM_THREADS": "1"} | more
+
+
+def steps_of(folder):
+    log = folder / "rl-output" / "logs" / "steps.jsonl"
+    return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
 
 class Run:
     """A finished launcher: what it printed, and what it says of its steps."""
 
     def __init__(self, folder, recipe, *overrides, launcher="grpo", timeout_s=560.0):
-        command = [sys.executable, str(ROOT / "recipes" / f"run_{launcher}.py"), str(ROOT / "recipes" / recipe)]
-        for override in overrides:
-            command += ["--set", override]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests")))}
         done = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
+            command(recipe, *overrides, launcher=launcher),
+            cwd=folder,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
         )
         self.code, self.out, self.err = done.returncode, done.stdout, done.stderr
-        log = folder / "rl-output" / "logs" / "steps.jsonl"
-        self.steps = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-
-    def rewards(self):
-        return [step["reward"] for step in self.steps]
-
-    def last(self):
-        return statistics.mean(self.rewards()[-5:])
-
-    def first(self):
-        return statistics.mean(self.rewards()[:5])
-
-    def largest_error(self):
-        return max(step["logprob_error"] for step in self.steps)
-
-    def refit_share(self):
-        return sum(s["seconds/refit"] for s in self.steps) / sum(s["seconds/total"] for s in self.steps)
+        self.steps = steps_of(folder)
+        self.figures = figures(self.steps) if self.steps else {}
 
 
-def seeds(*values):
-    """The first one in CI, all of them nightly."""
-    return [values[0], *(pytest.param(value, marks=pytest.mark.nightly) for value in values[1:])]
-
-
-def learned(run, *, bar, error, steps=60):
+def learns(record, folder, name, recipe, *overrides, launcher="grpo", **bars):
+    """Launches a whole job and holds it to the bars: at least `last`, at most the others."""
+    record |= {"kind": "learns", "run": name, "bars": bars}
+    run = Run(folder, recipe, *overrides, launcher=launcher)
+    record["figures"] = run.figures
     assert run.code == 0, run.err
-    assert len(run.steps) == steps
-    assert run.last() >= bar
-    assert run.largest_error() <= error
+    assert run.figures["last"] >= bars["last"]
+    for name in bars.keys() - {"last"}:
+        assert run.figures[name] <= bars[name], name
     return run
 
 
-@pytest.mark.parametrize("seed", seeds(42, 1, 2))
-@pytest.mark.parametrize("kind", ["dense", "moe"])
-def test_grpo_learns_in_fp32(tmp_path, kind, seed):
-    steps = 40  # of the recipe's 60: enough, and CI has other things to do
-    run = Run(tmp_path, f"grpo-tiny-{kind}-cpu.yaml", f"grpo.seed={seed}", f"grpo.max_num_steps={steps}")
-    learned(run, bar=0.90, error=FP32, steps=steps)
-    assert run.first() <= 0.12
-    assert run.refit_share() <= 0.10
-    assert "reward of the last 5 steps" in run.out
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("seed", [42, 1, 2])
-def test_ppo_learns(tmp_path, seed):
-    learned(Run(tmp_path, "ppo-tiny-dense-cpu.yaml", f"ppo.seed={seed}", launcher="ppo"), bar=0.85, error=FP32)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("seed", [42, 1, 2])
-def test_bf16_generation_learns(tmp_path, seed):
-    learned(Run(tmp_path, "grpo-tiny-dense-bf16-cpu.yaml", f"grpo.seed={seed}"), bar=0.75, error=BF16)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("seed", [42, 1, 2])
-def test_one_step_off_learns(tmp_path, seed):
-    run = Run(tmp_path, "grpo-tiny-dense-async-cpu.yaml", f"grpo.seed={seed}")
-    learned(run, bar=0.85, error=float("inf"))
-
-
-def test_the_other_recipes_rise_and_stay_exact(tmp_path):
-    """Short forms of the recipes that nightly runs whole."""
-    ppo = Run(make(tmp_path / "ppo"), "ppo-tiny-dense-cpu.yaml", "ppo.max_num_steps=8", launcher="ppo")
-    assert ppo.code == 0, ppo.err
-    assert ppo.last() > 2 * ppo.rewards()[0]
-    assert ppo.largest_error() <= FP32
-    assert "critic/loss" in ppo.steps[0]
-    narrow = Run(make(tmp_path / "bf16"), "grpo-tiny-dense-bf16-cpu.yaml", "grpo.max_num_steps=6")
-    assert narrow.code == 0, narrow.err
-    assert narrow.rewards()[-1] > narrow.rewards()[0]
-    assert FP32 < narrow.largest_error() <= BF16
-
-
-def test_generation_runs_beside_training(tmp_path):
-    run = Run(tmp_path, "grpo-tiny-dense-async-cpu.yaml", "grpo.max_num_steps=8")
+def test_a_user_launches_a_moe_and_it_learns(tmp_path):
+    """CI's short form of what `make nightly` runs whole."""
+    validation = ("data.validation.dataset_name=first_digit_echo", "grpo.val_at_start=true", "grpo.val_period=20")
+    run = Run(tmp_path, "grpo-tiny-moe-cpu.yaml", "grpo.max_num_steps=45", *validation)
     assert run.code == 0, run.err
-    assert [max(map(int, step["ages"])) for step in run.steps] == [0] + [1] * 7
-    assert statistics.median(step["overlap/share"] for step in run.steps[1:]) > 0.1
-    assert run.last() > run.rewards()[0]
+    assert run.figures["first"] <= 0.12
+    assert run.figures["last"] >= 0.75
+    assert run.figures["error"] <= FP32
+    assert run.figures["refit_share"] <= 0.10
+    assert "reward of the last 5 steps" in run.out
+    assert "validation before the first step: reward 0.0" in run.out
+    assert "validation after step 40: reward 0." in run.out
 
 
-def test_a_resumed_run_is_the_uninterrupted_one_with_larger_versions(tmp_path):
-    recipe = "grpo-tiny-dense-cpu.yaml"
-    whole = Run(make(tmp_path / "whole"), recipe, "grpo.max_num_steps=4", "checkpointing.enabled=false")
-    parts = make(tmp_path / "parts")
-    assert Run(parts, recipe, "grpo.max_num_steps=2", "checkpointing.save_period=2").code == 0
-    resumed = Run(parts, recipe, "grpo.max_num_steps=4", "checkpointing.save_period=2")
-    assert resumed.code == whole.code == 0, resumed.err + whole.err
-    assert resumed.rewards() == whole.rewards()
-    for name in ("policy/loss", "policy/grad_norm", "policy/entropy", "length"):
-        assert [step[name] for step in resumed.steps] == [step[name] for step in whole.steps]
-    versions = [step["version"] for step in resumed.steps]
-    assert versions == sorted(set(versions))
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("kind", "name"), [("dense", "GRPO, dense, fp32"), ("moe", "GRPO, MoE, fp32")])
+def test_grpo_learns_in_fp32(rl_record, tmp_path, kind, name, seed):
+    recipe = f"grpo-tiny-{kind}-cpu.yaml"
+    learns(rl_record, tmp_path, name, recipe, f"grpo.seed={seed}", first=0.12, last=0.90, error=FP32, refit_share=0.10)
 
 
-WRONG = ("refit_run.on_logprob_error=warn", "policy.generation.refit_cfg.gather_broadcast.verify='off'")
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", SEEDS)
+def test_ppo_learns(rl_record, tmp_path, seed):
+    changes = (f"ppo.seed={seed}",)
+    learns(
+        rl_record,
+        tmp_path,
+        "PPO, dense, fp32",
+        "ppo-tiny-dense-cpu.yaml",
+        *changes,
+        launcher="ppo",
+        last=0.85,
+        error=FP32,
+    )
 
 
-def test_a_job_without_refits_says_so_loudly_and_fails(tmp_path):
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", SEEDS)
+def test_bf16_generation_learns(rl_record, tmp_path, seed):
+    name, recipe = "GRPO, dense, bf16 generation", "grpo-tiny-dense-bf16-cpu.yaml"
+    learns(rl_record, tmp_path, name, recipe, f"grpo.seed={seed}", last=0.75, error=BF16)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", SEEDS)
+def test_one_step_off_learns(rl_record, tmp_path, seed):
+    name, recipe = "GRPO, dense, one step off", "grpo-tiny-dense-async-cpu.yaml"
+    learns(rl_record, tmp_path, name, recipe, f"grpo.seed={seed}", last=0.85, error=FP32)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", SEEDS)
+def test_ppo_one_step_off_learns(rl_record, tmp_path, seed):
+    name, recipe = "PPO, dense, one step off", "ppo-tiny-dense-async-cpu.yaml"
+    learns(rl_record, tmp_path, name, recipe, f"ppo.seed={seed}", launcher="ppo", last=0.85, error=FP32)
+
+
+def test_a_job_without_refits_says_so_loudly_and_fails(rl_record, tmp_path):
+    rl_record |= {"kind": "control", "run": "no refit at all", "bars": {"last": 0.10, "error": 0.1}}
     transport = "policy.generation.refit_transport=faulty_transports:Idle"
-    run = Run(tmp_path, "grpo-tiny-dense-cpu.yaml", transport, "grpo.max_num_steps=10", *WRONG)
+    run = Run(tmp_path, "grpo-tiny-dense-cpu.yaml", transport, "grpo.max_num_steps=20", *WRONG)
+    rl_record["figures"] = run.figures
     assert run.code == 1
-    assert run.last() <= 0.10
-    assert run.largest_error() > 0.1
+    assert run.figures["last"] <= 0.10
+    assert run.figures["error"] > 0.1
     assert "WARNING" in run.out
     assert "do not have the trainer's weights" in run.out
     assert "logprob_error_limit" in run.err
 
 
-def test_a_refit_that_gets_an_expert_wrong_is_found_though_the_reward_rises(tmp_path):
-    transport = "policy.generation.refit_transport=faulty_transports:SwappedExpert"
-    run = Run(tmp_path, "grpo-tiny-moe-cpu.yaml", transport, "grpo.max_num_steps=12", *WRONG)
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("transport", "name"),
+    [("WithoutExperts", "refits without the experts"), ("SwappedExpert", "gate and up of one expert exchanged")],
+)
+def test_a_wrong_expert_fails_the_job_though_the_reward_rises(rl_record, tmp_path, transport, name):
+    rl_record |= {"kind": "control", "run": f"MoE, {name}", "bars": {"error": 1e-3}}
+    changes = (f"policy.generation.refit_transport=faulty_transports:{transport}", *WRONG)
+    run = Run(tmp_path, "grpo-tiny-moe-cpu.yaml", *changes)
+    rl_record["figures"] = run.figures
     assert run.code == 1
-    assert len(run.steps) == 12
-    assert run.largest_error() >= 1e-3
+    assert run.figures["steps"] == 60
+    assert run.figures["error"] > 1e-3
     assert "logprob_error_limit" in run.err
 
 
-def test_a_refit_that_skips_the_experts_ends_the_job_at_once(tmp_path):
-    transport = "policy.generation.refit_transport=faulty_transports:WithoutExperts"
-    run = Run(tmp_path, "grpo-tiny-moe-cpu.yaml", transport, *WRONG[1:])
-    assert run.code == 1
-    assert len(run.steps) < 20
-    assert "logprob_error_limit" in run.err
+IN_TURNS = (
+    "grpo.async_grpo.enabled=false",
+    "policy.generation.vllm_cfg.async_engine=false",
+    "loss_fn.use_importance_sampling_correction=false",
+    "loss_fn.truncated_importance_sampling_type=null",
+    "loss_fn.truncated_importance_sampling_ratio=null",
+)
 
 
 @pytest.mark.nightly
-def test_skipped_experts_show_in_the_error(tmp_path):
-    transport = "policy.generation.refit_transport=faulty_transports:WithoutExperts"
-    run = Run(tmp_path, "grpo-tiny-moe-cpu.yaml", transport, *WRONG)
-    assert run.code == 1
-    assert run.largest_error() >= 1e-3
+def test_generation_beside_training_saves_time(rl_record, tmp_path):
+    """One training process and one vLLM process, one thread each; on a machine of two cores that does nothing else."""
+    rl_record |= {"kind": "overlap", "run": "GRPO, dense, fp32", "bars": {"quotient": 0.85}}
+    recipe, short = "grpo-tiny-dense-async-cpu.yaml", ("grpo.max_num_steps=25", "checkpointing.enabled=false")
+    turns, ahead = (
+        Run(make(tmp_path / name), recipe, *short, *more) for name, more in (("turns", IN_TURNS), ("ahead", ()))
+    )
+    assert turns.code == ahead.code == 0, turns.err + ahead.err
+    seconds = {name: [median(run.steps, f"seconds/{name}") for run in (turns, ahead)] for name in ("generate", "total")}
+    train = median(turns.steps, "seconds/score") + median(turns.steps, "seconds/train")
+    in_turns, one_step_off = seconds["total"]
+    rl_record["figures"] = found = {
+        "in_turns": in_turns,
+        "one_step_off": one_step_off,
+        "quotient": one_step_off / in_turns,
+        "generate_share": seconds["generate"][0] / in_turns,
+        "train_share": train / in_turns,
+    }
+    assert min(found["generate_share"], found["train_share"]) >= 0.30
+    assert found["quotient"] <= 0.85
+
+
+def median(steps, name):
+    """Over the steps at which all is warm."""
+    return statistics.median(step[name] for step in steps[5:])
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    ["grpo-tiny-dense-async-cpu.yaml", pytest.param("grpo-tiny-moe-cpu.yaml", marks=pytest.mark.nightly)],
+)
+def test_ctrl_c_in_the_middle_of_a_step_ends_everything_soon(tmp_path, recipe):
+    """As a terminal sends it: to all processes of the group."""
+    mark, plot = tmp_path.name, tmp_path / "plot.png"
+    started = subprocess.Popen(
+        [*command(recipe, "checkpointing.enabled=false"), "--plot", str(plot)],
+        cwd=tmp_path,
+        env=environment(**{MARK: mark}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        end = time.monotonic() + 240.0
+        while len(steps_of(tmp_path)) < 2 and started.poll() is None and time.monotonic() < end:
+            time.sleep(0.1)
+        interrupted = time.monotonic()
+        os.killpg(started.pid, signal.SIGINT)
+        out, err = started.communicate(timeout=60.0)
+        assert time.monotonic() - interrupted < 20.0
+        assert started.returncode == 130, err
+        assert "interrupted; everything that was started has ended" in err
+        assert "Traceback" not in err
+        done = len(steps_of(tmp_path))
+        assert 2 <= done < 60
+        assert f"{done} steps" in out
+        assert plot.read_bytes().startswith(b"\x89PNG")
+        while (left := processes(mark)) and time.monotonic() < interrupted + 40.0:
+            time.sleep(0.2)
+        assert left == []
+    finally:
+        for process, _ in processes(mark):
+            os.kill(process, signal.SIGKILL)
 
 
 def make(folder):

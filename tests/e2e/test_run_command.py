@@ -75,7 +75,12 @@ class Run:
     """One run of the command in a folder of its own."""
 
     def __init__(
-        self, folder: Path, config: dict, *arguments: str, command: tuple[str, ...] = ("run", "job.yaml")
+        self,
+        folder: Path,
+        config: dict,
+        *arguments: str,
+        command: tuple[str, ...] = ("run", "job.yaml"),
+        program: tuple[str, ...] = COMMAND,
     ) -> None:
         self.mark = uuid.uuid4().hex
         self._shared_memory = shared_memory()
@@ -85,7 +90,7 @@ class Run:
         environment = {**os.environ, MARK: self.mark, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         environment["TMPDIR"] = self._temporary.name
         self._process = subprocess.Popen(
-            (*COMMAND, *command, *arguments),
+            (*program, *command, *arguments),
             cwd=folder,
             env=environment,
             stdout=subprocess.PIPE,
@@ -161,7 +166,8 @@ def test_a_wrong_configuration_ends_at_once_with_one_message(name, tmp_path):
 
 
 @pytest.mark.e2e
-def test_a_small_job_runs_and_leaves_its_report_and_nothing_else(tmp_path):
+@pytest.mark.parametrize("async_engine", [False, True])
+def test_a_small_job_runs_and_leaves_its_report_and_nothing_else(tmp_path, async_engine):
     low = free_window(12)
     config = with_changes(
         cluster__gpus_per_node=3,
@@ -169,7 +175,7 @@ def test_a_small_job_runs_and_leaves_its_report_and_nothing_else(tmp_path):
         cluster__master_port_range_low=low,
         cluster__master_port_range_high=low + 11,
         policy__generation__colocated={"enabled": False, "resources": {"gpus_per_node": 2}},
-        policy__generation__vllm_cfg={"tensor_parallel_size": 2},
+        policy__generation__vllm_cfg={"tensor_parallel_size": 2, "async_engine": async_engine},
     )
     code, output, errors = Run(tmp_path, config, "--json").finish()
     assert code == 0, errors
@@ -204,6 +210,31 @@ def test_a_signal_ends_everything(tmp_path, number, code, message, phase):
     ended, _, errors = run.finish(timeout_s=60.0)
     assert ended == code
     assert message in errors
+    assert "Traceback" not in errors
+
+
+STRUCK = """
+import os, signal
+from ray._private.node import Node
+from refit_transport.cli import main
+
+register = Node._register_shutdown_hooks
+
+def register_and_strike(node):
+    register(node)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+Node._register_shutdown_hooks = register_and_strike
+main()
+"""
+
+
+@pytest.mark.e2e
+def test_sigterm_while_ray_starts_is_not_rays_to_answer(tmp_path):
+    """Ray would drain its node for half a minute, and then exit with a code of its own."""
+    code, _, errors = Run(tmp_path, SMALL, program=(sys.executable, "-c", STRUCK)).finish(timeout_s=90.0)
+    assert code == 143
+    assert "terminated; everything that was started has ended" in errors
     assert "Traceback" not in errors
 
 

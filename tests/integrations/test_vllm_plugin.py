@@ -25,7 +25,7 @@ def test_register_is_idempotent_and_registers_the_engine(monkeypatch):
     assert vllm_plugin.ENGINE in factory._registry
 
 
-def test_an_engine_is_shown_the_drafter_before_it_joins():
+def test_before_it_joins_an_engine_is_shown_the_drafter_and_an_open_update_is_ended():
     vllm_plugin.register()
     worker_class = attribute("vllm.v1.worker.gpu_worker", "Worker")
     calls = []
@@ -37,8 +37,12 @@ def test_an_engine_is_shown_the_drafter_before_it_joins():
     worker = SimpleNamespace(
         weight_transfer_engine=engine, get_draft_model=lambda: "a drafter", _check_weight_transfer_engine=lambda: None
     )
+    with pytest.raises(SeamError, match="flag of an open weight update"):
+        worker_class.init_weight_transfer_engine(worker, {"port": 0})
+    worker._weight_update_active = True
     worker_class.init_weight_transfer_engine(worker, {"port": 1})
     assert calls == [("draft_with", "a drafter"), ("init", {"port": 1})]
+    assert worker._weight_update_active is False
     del engine.draft_with  # an engine of somebody else
     worker_class.init_weight_transfer_engine(worker, {"port": 2})
     assert calls[2:] == [("init", {"port": 2})]

@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-from delivery import deliver
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,6 +19,7 @@ from refit_transport.layout.placement import BlockShard, Partial, Replicate, Sha
 from refit_transport.planning.planner import plan_transfer
 from refit_transport.refit_plan import RefitPlan
 from refit_transport.scheduling.topology import Topology
+from refit_transport.testing.delivery import deliver
 from refit_transport.testing.oracle import HeldSide, coordinate_tensor
 from refit_transport.testing.strategies import manifest_pairs
 from refit_transport.transports.base import Job

@@ -48,4 +48,10 @@ def test_clamps(kl_type: str) -> None:
     assert penalty.item() == pytest.approx(inside.item())
     penalty.backward()
     assert far.grad.item() == 0
-    assert abs(kl_estimate(far, torch.zeros(1, 1), replace(near, output_clamp=1.5)).item()) == 1.5
+    both = replace(near, output_clamp=1.5)
+    assert abs(kl_estimate(far, torch.zeros(1, 1), both).item()) == 1.5
+    within = torch.tensor([[-1.9]], requires_grad=True)
+    penalty = kl_penalty(within, torch.zeros(1, 1), both)
+    assert abs(penalty.item()) == 1.5
+    penalty.backward()
+    assert within.grad.item() == 0

@@ -8,7 +8,6 @@ import dtensor_ranks
 import pytest
 import torch
 import torch.distributed as dist
-from delivery import deliver
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,6 +23,7 @@ from refit_transport.layout.manifest import Manifest, TensorSpec
 from refit_transport.layout.wire import manifest_from_json
 from refit_transport.sources.dtensor import layout_of, source_of
 from refit_transport.targets.module import DescribedTarget
+from refit_transport.testing.delivery import deliver
 from refit_transport.testing.oracle import HeldSide, coordinate_tensor
 from refit_transport.testing.strategies import layouts, meshes, shapes
 

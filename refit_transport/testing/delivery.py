@@ -53,8 +53,8 @@ def deliver(
     held = HeldSide.of(source, tensors) if held is None else held
     filled = HeldSide.of(target) if wanted is None else wanted
     if domains is None:
-        domains = [held.bindings.keys(), filled.bindings.keys()]
-        domains = domains if not domains[0] & domains[1] else [domains[0] | domains[1]]
+        sending, receiving = held.bindings.keys(), filled.bindings.keys()
+        domains = [sending | receiving] if sending & receiving else [sending, receiving]
     plan = plan_transfer(source, target)
     plan.check(source, target)
     schedule = build_schedule(plan, Topology.of(domains), bucket_bytes=bucket_bytes)
