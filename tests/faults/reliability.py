@@ -88,8 +88,8 @@ def tables(record: Mapping[str, Any]) -> str:
         "",
         f"Blows by job: {', '.join(struck)}.",
         "",
-        f"{soak['refits']} refits in a row: {more}{soak['memory'] / 2**20:.1f} MiB more at the end, of the rank that grew",
-        "most.",
+        f"{soak['refits']} refits in a row: {more}{soak['memory'] / 2**20:.1f} MiB more at the end,",
+        "of the rank that grew most.",
     ]
     return "\n".join(lines) + "\n"
 
