@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 LOCK := requirements/cpu.txt
 RECORDS := tests/results/support
+FAULTS := tests/results/faults/campaign.json
 RL_RECORDS := tests/results/rl
 
 # pip writes nothing but progress to the terminal, and never asks.
@@ -14,7 +15,7 @@ export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test bench check format nightly clean
+.PHONY: help install demo test bench faults check format nightly clean
 
 help: ## This list
 	@sed -n 's/^\([a-z]*\):.*## /\1	/p' $(MAKEFILE_LIST) | expand -t 12
@@ -29,6 +30,12 @@ test: check ## Everything that CI runs: the checks, then all tests
 
 bench: $(VENV)/.installed ## All figures against their limits, as root; writes bench-output/ (minutes)
 	$(BIN)/refit-transport bench --plan --lab --output bench-output
+
+faults: $(VENV)/.installed ## Strike refits some 800 times, as root; writes docs/reliability.md (half an hour)
+	rm -f $(FAULTS)
+	mkdir -p $(dir $(FAULTS))
+	PYTHONPATH=tests $(BIN)/python -m faults.reliability run $(FAULTS)
+	PYTHONPATH=tests $(BIN)/python -m faults.reliability render $(FAULTS) docs/reliability.md
 
 check: $(VENV)/.installed ## Formatting, lint, types, import directions
 	$(BIN)/ruff format --check .

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from torch._C._distributed_c10d import Store
@@ -252,8 +252,10 @@ def telling_others(channel: ControlChannel) -> Iterator[None]:
             first = channel.failure()
             if first is None:
                 channel.report_failure(error)
-        except TransferError:
-            # The channel is gone as well: what was known before is the better cause.
+        except TransferError as gone:
+            # The channel is gone as well: rank 0 may be the cause of what was known before.
+            if isinstance(error, TransferError) and gone.reason not in error.reason:
+                raise replace(error, reason=f"{error.reason}; besides, {gone.reason}") from error
             raise error from None
         if first is not None:
             raise first from error

@@ -24,7 +24,7 @@ from refit_transport.bench.isolation import die_with_parent
 
 # Whoever takes longer hangs.
 _GIVE_UP_S = TIMEOUT_S + GRACE_S + 3.0
-# A store that a rank hasn't come to yet stays, to tell it why the session failed; gloo connects for up to five timeouts.
+# A store that a rank hasn't come to stays, to tell it why the session failed; gloo connects for up to five timeouts.
 _LINGER_S = 40.0
 
 
@@ -48,9 +48,9 @@ class Injection:
 class Campaign:
     """Strikes one job of this many ranks again and again. A context manager."""
 
-    def __init__(self, world: World, *, namespaces: Any = None, host: str = HOST) -> None:
+    def __init__(self, world: World, *, namespaces: Any = None, host: str = HOST, folder: str = "") -> None:
         self.world, self._host = world, host
-        self._namespaces = namespaces
+        self._namespaces, self._given = namespaces, folder
         self._version = 0
         self._opening = Opening(0, "", 0)
         self._incarnations = dict.fromkeys(range(world.size), 0)
@@ -58,6 +58,10 @@ class Campaign:
         self._neighbour: Campaign | None = None
 
     def __enter__(self) -> Campaign:
+        # Sockets of other jobs on this machine are no concern of ours.
+        self._outer = tempfile.tempdir
+        self._folder = tempfile.TemporaryDirectory(prefix="faults-")
+        tempfile.tempdir = self._given or self._folder.name
         self._before = _leavings()
         self.crew = Crew(self.world.size, lambda rank, tell: Victim(rank, self.world, tell), self._namespaces)
         self._recover()
@@ -71,6 +75,8 @@ class Campaign:
         if self._neighbour is not None:
             self._neighbour.__exit__()
         self.crew.__exit__()
+        tempfile.tempdir = self._outer
+        self._folder.cleanup()
 
     def strike(self, fault: Fault) -> Injection:
         """One injection, its checks, and the recovery."""
@@ -209,7 +215,7 @@ class Campaign:
         """Another job of the same host refits at the same time; what a dead process left lies about as well."""
         if self._neighbour is None:
             small = World("2+2", self.world.source, self.world.target, self.world.target_domains, self.world.commit)
-            self._neighbour = Campaign(small).__enter__()
+            self._neighbour = Campaign(small, folder=self._given or self._folder.name).__enter__()
         with tempfile.TemporaryDirectory(prefix="refit-left-over-") as left, socket.socket(socket.AF_UNIX) as stale:
             stale.bind(f"{left}/s")
             began = time.monotonic()

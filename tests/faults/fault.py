@@ -21,8 +21,9 @@ ROUNDS = ("round 0", "round 0.3", "round 0.7", "round 1")
 
 Kind = Literal[
     "kill", "stop", "wake", "reset peers", "reset store", "slow", "too slow", "loader", "flip", "wall clock",
-    "monotonic clock", "schema", "cut", "full memory", "full disk", "settings", "plan", "repeated version", "older version",
-    "another version", "another model", "port", "two jobs", "driver killed", "driver stopped", "zombie",
+    "monotonic clock", "schema", "cut", "full memory", "full disk", "settings",
+    "plan", "repeated version", "older version", "another version", "another model", "port", "two jobs",
+    "driver killed", "driver stopped", "zombie",
 ]  # fmt: skip
 Victim = Literal["source", "target", "forwarder", "rank 0", "nobody"]
 Outcome = Literal["all fail", "none fails", "either"]
@@ -94,7 +95,7 @@ class Fault:
 
     @property
     def is_named(self) -> bool:
-        """Whether every survivor's error must name the victim: of a silent one, whoever waits for it may be named."""
+        """Whether all survivors must name the victim: of a silent one, whoever waits for it may be named."""
         return self.kind in ("kill", "loader", "reset store") and self.point not in ("prepare", "connect")
 
 

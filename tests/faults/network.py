@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -16,34 +14,35 @@ from faults.fault import Fault, World
 from refit_transport.bench.isolation import Announce, isolated
 from refit_transport.bench.lab import Lab, Wiring, run_command
 from refit_transport.bench.workload import Side
+from refit_transport.config.settings import Commit
 
 CUTS = ("begin", "round 0", "round 0.3", "round 0.7", "verify", "vote")
 
 
-def strike_systems(repeats: int) -> list[Injection]:
-    """Every cut and every full file system, so many times, in namespaces that vanish with this call."""
-    found: list[dict[str, Any]] = isolated(_strike, repeats, announce=print)
+def strike_systems(*commits: Commit, announce: Announce = print) -> list[Injection]:
+    """Every cut and every full file system, in place or staged, in namespaces that vanish with this call."""
+    found: list[dict[str, Any]] = isolated(_strike, commits, announce=announce)
     return [Injection(**each) for each in found]
 
 
-def _strike(repeats: int, announce: Announce) -> list[dict[str, Any]]:
+def _strike(commits: tuple[Commit, ...], announce: Announce) -> list[dict[str, Any]]:
     run_command(("ip", "link", "set", "lo", "up"))
     done: list[Injection] = []
-    for commit in ("in_place", "staged"):
+    for commit in commits:
         world = World("2+2", Side(tp=2), Side(tp=1, dp=2), 1, commit)
-        done += _cuts(world, repeats) + _full(world, repeats)
+        done += _cuts(world) + _full(world)
         announce(f"{len(done)} injections in namespaces")
     return [asdict(each) for each in done]
 
 
-def _cuts(world: World, repeats: int) -> list[Injection]:
+def _cuts(world: World) -> list[Injection]:
     """The link of the targets' node goes down in the middle of a refit, and comes back."""
     wiring = Wiring(((0, 1), (2, 3)), "domain", (1000.0, 1000.0))
     done = []
     with Lab(wiring):
         names = [wiring.namespace_of(rank) for rank in range(4)]
         with Campaign(world, namespaces=names, host=wiring.address_of(0)) as campaign:
-            for point in CUTS * repeats:
+            for point in CUTS:
                 done.append(_Cutting(campaign).strike(point))
                 if not done[-1].recovered:
                     break
@@ -85,17 +84,15 @@ class _Cutting:
         return found
 
 
-def _full(world: World, repeats: int) -> list[Injection]:
+def _full(world: World) -> list[Injection]:
     """A small file system of our own is full where temporary files, or shared memory, go."""
     done = []
     for kind, place in (("full disk", Path("/run/small")), ("full memory", Path("/dev/shm"))):
         place.mkdir(exist_ok=True)
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k,nr_inodes=32", "none", str(place)], check=True)
-        before = tempfile.tempdir
-        tempfile.tempdir = str(place)
         try:
-            with Campaign(world) as campaign:
-                for _ in range(2 * repeats):
+            with Campaign(world, folder=str(place)) as campaign:
+                for _ in range(2):
                     found = Injection("2+2", world.commit, kind, "nobody", "connect")
                     fillers = _fill(place)
                     began = time.monotonic()
@@ -113,7 +110,6 @@ def _full(world: World, repeats: int) -> list[Injection]:
                     found.problems += [f"left behind: {path}" for path in place.iterdir()]
                     done.append(found)
         finally:
-            tempfile.tempdir = before
             subprocess.run(["umount", str(place)], check=True)
     return done
 
@@ -130,7 +126,3 @@ def _fill(place: Path) -> list[Path]:
     except OSError:
         pass
     return made
-
-
-if os.geteuid() != 0:
-    CUTS = ()

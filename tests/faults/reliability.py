@@ -1,6 +1,6 @@
 """Runs the campaign and writes docs/reliability.md from its record.
 
-python tests/faults/reliability.py run RECORD.json [PART/PARTS]    strikes; adds to the record
+python tests/faults/reliability.py run RECORD.json [PART/PARTS [SECONDS]]    strikes, at most so long; adds to it
 python tests/faults/reliability.py render RECORD.json DOC.md       the page
 """
 
@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-sys.path[:0] = [str(Path(__file__).parents[1])]
 
 from faults.campaign import Campaign, Injection, strike_all
 from faults.case_tests import ALL
@@ -26,8 +25,8 @@ SOAK = 500
 
 HEAD = """# Reliability
 
-A refit is delivered to every target or to none. This page is what was done to it to find out, and what came of it; it is
-generated (`make faults`, as root, some 20 minutes) and a test compares it with the record.
+A refit is delivered to every target or to none. This page is what was done to it to find out, and what came of it.
+It is generated (`make faults`, as root, some 20 minutes), and a test compares it with the record.
 
 ## What is promised
 
@@ -35,21 +34,24 @@ generated (`make faults`, as root, some 20 minutes) and a test compares it with 
   every target has everything, verified if the settings ask for it.
 - Every survivor of a fault raises within `timeout_s` and 5 s. A process that ends is noticed at once, since its
   connection closes; one that hangs, after `timeout_s`.
-- A target in whose weights something has been written is fenced until a complete refit. `commit: staged` writes beside them:
-  after an error of `transfer` the old version is served, whole.
-- After a fault, the ranks that are left and those that replace the others open a new session, whose first refit is exact.
+- A target in whose weights something may have been written is fenced until a complete refit. `commit: staged` writes
+  beside them: after an error of `transfer` the old version is served, whole.
+- After a fault, the ranks that are left and those that replace the others open a new session, whose first refit is
+  exact.
 
-Errors name rank, phase, round and first tensor of the payload, as far as the rank that finds the fault can know them, and
-the host of a rank whose process has ended.
+Errors name rank, phase, round and the first tensor of the payload, as far as the rank that finds the fault can know
+them, and the host of the rank that reports it or has ended. Of a rank that hangs, the others know only who waits for
+whom: the error may name a rank that itself waits for the one that hangs.
 
 ## Fault campaign
 
-Jobs of 2 + 2, 4 + 4 and 8 + 8 processes refit {tensors} tensors in rounds of 8 KiB with `timeout_s: 2`, `verify: full`, in place
-and staged, through shared memory and over TCP. A rank is struck at an exact point: while a session is opened, before
-and after the agreement, in four rounds, while it verifies, loads or takes over, before and after each vote. After every
-blow: each survivor said what it had to, in time; each target serves one whole version or is fenced, and all that serve
-serve the same (every element is compared); a new session's refit is exact; no process, socket, segment or namespace is
-left, and no survivor has more descriptors or threads than at the start. Seconds are from the blow to the last survivor's error.
+Jobs of 2 + 2, 4 + 4 and 8 + 8 processes refit {tensors} tensors in payloads of 8 KiB at most with `timeout_s: 2` and
+`verify: full`, in place and staged, through shared memory and over TCP. A rank is struck at an exact point: while a
+session is opened, before and after the agreement, in four rounds, while it verifies, loads or takes over, before and
+after each vote. After every blow: each survivor said what it had to, in time; each target serves one whole version or
+is fenced, and all that serve serve the same (every element is compared); a new session's refit is exact; no process,
+socket, segment or namespace is left. When a job has had all its blows, no process that lives holds more descriptors or
+threads than after its first session. Seconds are from the blow to the last survivor's error.
 
 """
 
@@ -71,10 +73,8 @@ KINDS = {
 def tables(record: Mapping[str, Any]) -> str:
     """The record as Markdown."""
     injections = [Injection(**each) for each in record["injections"]]
-    lines = [
-        "| fault | struck | noticed or harmless | victim named by all | recovered | median s | most s |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    head = ("fault", "struck", "noticed or harmless", "named by all", "recovered", "median s", "most s")
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for kind, words in KINDS.items():
         found = [each for each in injections if each.kind == kind]
         if found:
@@ -83,12 +83,13 @@ def tables(record: Mapping[str, Any]) -> str:
     worlds = sorted({(each.world, each.commit) for each in injections})
     struck = (f"{w} {c}: {sum((e.world, e.commit) == (w, c) for e in injections)}" for w, c in worlds)
     soak = record["soak"]
-    grown = f"{soak['descriptors']} descriptors, {soak['threads']} threads, {soak['values']} values in the store and "
+    more = f"{soak['descriptors']} descriptors, {soak['threads']} threads, {soak['values']} values in the store and "
     lines += [
         "",
         f"Blows by job: {', '.join(struck)}.",
         "",
-        f"{soak['refits']} refits in a row: {grown}{soak['memory'] / 2**20:.1f} MiB (of the rank that grew most) more at the end.",
+        f"{soak['refits']} refits in a row: {more}{soak['memory'] / 2**20:.1f} MiB more at the end,",
+        "of the rank that grew most.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -97,7 +98,8 @@ def _row(words: str, found: Sequence[Injection]) -> str:
     seconds = [each.seconds for each in found]
     detected, recovered = sum(each.detected for each in found), sum(each.recovered for each in found)
     named = sum(each.named for each in found)
-    return f"| {words} | {len(found)} | {detected} | {named} | {recovered} | {statistics.median(seconds):.2f} | {max(seconds):.2f} |"
+    figures = (len(found), detected, named, recovered, f"{statistics.median(seconds):.2f}", f"{max(seconds):.2f}")
+    return f"| {words} | {' | '.join(map(str, figures))} |"
 
 
 def cases() -> str:
@@ -149,12 +151,13 @@ def main() -> None:
         Path(sys.argv[3]).write_text(page(record))
         return
     part, parts = map(int, (sys.argv[3] if len(sys.argv) > 3 else "0/1").split("/"))
+    until = time.monotonic() + float(sys.argv[4] if len(sys.argv) > 4 else "inf")
     jobs = [*whole()]
     for number, (world, faults) in enumerate(jobs):
         if number % parts == part:
-            record["injections"] += [asdict(each) for each in strike_all(world, faults)]
+            record["injections"] += [asdict(each) for each in strike_all(world, faults, until=until)]
     if part == parts - 1:
-        record["injections"] += [asdict(each) for each in strike_systems(repeats=2)]
+        record["injections"] += [asdict(each) for each in strike_systems("in_place", "staged")]
         record["soak"] = soak(SOAK)
     path.write_text(json.dumps(record, indent=1) + "\n")
     problems = [each for each in record["injections"] if each["problems"]]

@@ -1,6 +1,7 @@
 """The campaign's short form, its long row of refits, and that the page says what was recorded."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -24,8 +25,9 @@ def test_every_kind_of_fault(number):
     assert [each for each in done if each.problems or not (each.detected and each.recovered)] == []
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root")
 def test_cut_networks_and_full_file_systems():
-    done = strike_systems(repeats=1)
+    done = strike_systems("in_place")
     assert [each for each in done if each.problems or not (each.detected and each.recovered)] == []
 
 
