@@ -208,7 +208,7 @@ def test_a_signal_ends_everything(tmp_path, number, code, message, phase):
         time.sleep(0.1)
     run.signal(number)
     ended, _, errors = run.finish(timeout_s=60.0)
-    assert ended == code
+    assert ended == code, errors
     assert message in errors
     assert "Traceback" not in errors
 
