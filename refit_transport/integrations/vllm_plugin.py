@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from refit_transport.compatibility import require
+from refit_transport.errors import SeamError, UnsupportedVersionError
 from refit_transport.integrations.vllm_plain_weights import use_plain_weights
 from refit_transport.integrations.vllm_seams import attribute, require_parameters, seam_error
 
@@ -39,11 +40,18 @@ _WORKER = "vllm.v1.worker.gpu_worker"
 def register() -> None:
     """Makes this process's vLLM ready for refits. Idempotent.
 
+    vLLM calls it wherever this package is installed too. Of an unsupported version nothing is touched; whoever then asks
+    for our engine gets the error.
+
     Raises:
-        UnsupportedVersionError: of vLLM.
         SeamError: vLLM isn't as we know it at a place that we extend.
     """
-    require("vllm", needed_for="the vLLM plugin")
+    try:
+        require("vllm", needed_for="the vLLM plugin")
+    except UnsupportedVersionError as error:
+        logging.getLogger(__name__).warning("refits are not available: %s", error)
+        _refuse_when_used(error)
+        return
     is_cpu = attribute("vllm.platforms", "current_platform").is_cpu()
     if is_cpu:
         _permit_amx()
@@ -57,6 +65,16 @@ def register() -> None:
         raise ValueError(f"{PLAIN_WEIGHTS} must be 0 or 1 (got {plain!r})")
     if plain == "1":
         use_plain_weights()
+
+
+def _refuse_when_used(error: UnsupportedVersionError) -> None:
+    def refuse() -> Any:
+        raise error
+
+    with contextlib.suppress(SeamError):
+        registry = getattr(attribute(_FACTORY, "WeightTransferEngineFactory"), "_registry", None)
+        if isinstance(registry, dict):
+            registry[ENGINE] = refuse
 
 
 def _end_with_parent() -> None:
