@@ -40,8 +40,8 @@ _WORKER = "vllm.v1.worker.gpu_worker"
 def register() -> None:
     """Makes this process's vLLM ready for refits. Idempotent.
 
-    vLLM calls it wherever this package is installed too. Of an unsupported version nothing is touched; whoever then asks
-    for our engine gets the error.
+    vLLM calls it wherever this package is installed too. Of an unsupported version nothing is touched; whoever then
+    asks for our engine gets the error.
 
     Raises:
         SeamError: vLLM isn't as we know it at a place that we extend.
