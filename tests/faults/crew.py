@@ -14,6 +14,8 @@ from typing import Any
 from refit_transport.bench.isolation import die_with_parent, enter_namespace
 
 ENDED = "ended"
+# Of every crew of this process: a member that is forked later must hold none of them.
+_PIPES: set[Connection] = set()
 
 
 class Crew:
@@ -41,7 +43,7 @@ class Crew:
         if pid == 0:
             try:
                 die_with_parent()
-                for pipe in (*self._pipes.values(), here):
+                for pipe in (*_PIPES, here):
                     pipe.close()
                 if self._namespaces is not None:
                     enter_namespace(self._namespaces[rank])
@@ -52,13 +54,16 @@ class Crew:
                 os._exit(1)
         there.close()
         self.pids[rank], self._pipes[rank] = pid, here
+        _PIPES.add(here)
 
     def end(self, rank: int) -> None:
         """Kills a rank's process, whatever it does."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pids[rank], signal.SIGKILL)
         os.waitpid(self.pids.pop(rank), 0)
-        self._pipes.pop(rank).close()
+        pipe = self._pipes.pop(rank)
+        _PIPES.discard(pipe)
+        pipe.close()
 
     def resume(self, rank: int) -> None:
         """Lets a stopped process go on."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -116,13 +117,12 @@ def _full(world: World) -> list[Injection]:
 
 def _fill(place: Path) -> list[Path]:
     """Files until there is room for none: neither a byte nor a name."""
-    made = []
-    try:
-        while True:
-            path = place / f"filler-{len(made)}"
-            with path.open("wb", buffering=0) as file:
-                made.append(path)
-                file.write(bytes(64 << 10))
-    except OSError:
-        pass
+    made: list[Path] = []
+    for content in (bytes(64 << 10), b""):
+        with suppress(OSError):
+            while True:
+                path = place / f"filler-{len(made)}"
+                with path.open("wb", buffering=0) as file:
+                    made.append(path)
+                    file.write(content)
     return made
