@@ -389,7 +389,6 @@ class AsyncGenerationWorker:
 
 async def _engine(config: EngineConfig) -> AsyncLLM:
     from vllm import AsyncEngineArgs
-    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
     return AsyncLLM.from_engine_args(
@@ -400,8 +399,6 @@ async def _engine(config: EngineConfig) -> AsyncLLM:
             worker_extension_cls=f"{WorkerCalls.__module__}.{WorkerCalls.__qualname__}",
             disable_log_stats=True,
         ),
-        # As many sequences and tokens at a time as an engine that is called in batches.
-        usage_context=UsageContext.LLM_CLASS,
     )
 
 

@@ -177,7 +177,7 @@ def test_prompts_that_wait_during_a_refit_start_anew(job, engine):
     """More prompts than the engine takes at once: those without a token would find what the old weights cached."""
     engine.call("use_kv_cache", "keep")
     job.policy.call("recall", "B")
-    crowd = [SampleRequest((*PREFIX, 7, seed), seed, seed, max_tokens=40) for seed in range(320)]
+    crowd = [SampleRequest((*PREFIX, 7, seed), seed, seed, max_tokens=40) for seed in range(160)]
     submission = submit_to([engine], crowd, timeout_s=TIMEOUT_S)
     while not engine.call("started")[0]:
         time.sleep(0.01)

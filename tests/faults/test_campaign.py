@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "tests/results/faults/campaign.json"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", [0, 1])
 def test_every_kind_of_fault(number):
     world, faults = [*short()][number]
@@ -25,12 +26,14 @@ def test_every_kind_of_fault(number):
     assert [each for each in done if each.problems or not (each.detected and each.recovered)] == []
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root")
 def test_cut_networks_and_full_file_systems():
     done = strike_systems("in_place")
     assert [each for each in done if each.problems or not (each.detected and each.recovered)] == []
 
 
+@pytest.mark.nightly
 def test_many_refits_in_a_row_grow_nothing():
     grown = soak(500)
     assert (grown["descriptors"], grown["threads"], grown["values"]) == (0, 0, 0)
