@@ -6,6 +6,7 @@ import torch
 from refit_transport.errors import TransferError
 from refit_transport.fabrics.gloo import GlooFabric
 from refit_transport.fabrics.rendezvous import ControlChannel
+from refit_transport.fabrics.secret import Secret
 
 
 def test_a_store_that_is_gone_while_a_group_connects_is_one_clear_error():
@@ -20,4 +21,5 @@ def test_a_store_that_is_gone_while_a_group_connects_is_one_clear_error():
             address="127.0.0.1",
             timeout_s=2.0,
             memory=torch.empty(8, dtype=torch.uint8),
+            secret=Secret.new(),
         )
