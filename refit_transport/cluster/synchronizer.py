@@ -55,13 +55,12 @@ class RefitSynchronizer:
         its next incarnation: what is left of the earlier one isn't let in any more.
         """
         members = {group.name: group for group in (policy, *engines)}
-        for name, group in members.items():
-            if self._members.get(name) is not group:
-                self._incarnations[name] = self._incarnations.get(name, -1) + 1
-        if members != self._members:
+        came = [name for name, group in members.items() if self._members.get(name) is not group]
+        went = [name for name, group in self._members.items() if members.get(name) is not group]
+        for name in came:
+            self._incarnations[name] = self._incarnations.get(name, -1) + 1
+        if came or went:
             self._prepared = False
-            came = [name for name, group in members.items() if self._members.get(name) is not group]
-            went = [name for name, group in self._members.items() if members.get(name) is not group]
             self._observer.members(joined=came, left=went)
         self._policy, self._engines, self._members = policy, tuple(engines), members
 

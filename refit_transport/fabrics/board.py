@@ -14,6 +14,7 @@ from refit_transport.fabrics.frames import Frame, FrameError
 # What was answered in time is swept out of the expiries when so many are there.
 _CROWDED = 1024
 _MOST_PATIENCE_S = 1e9
+_LEFT = "it left the refit"
 
 
 class Caller(Protocol):
@@ -45,18 +46,27 @@ class _Wait:
 
 
 @dataclass(eq=False, slots=True)
-class _Vote:
-    caller: Caller
-    value: str | None
-    report: bytes
-
-
-@dataclass(eq=False, slots=True)
 class _Ballot:
     """One agreement: the votes so far, by rank."""
 
     what: str
     votes: dict[int, _Vote] = field(default_factory=dict)
+    is_open: bool = True
+
+
+@dataclass(eq=False, slots=True)
+class _Vote:
+    """A caller that waits for the others' votes."""
+
+    caller: Caller
+    ballot: _Ballot
+    value: str | None
+    report: bytes
+    patience: float
+
+    @property
+    def is_open(self) -> bool:
+        return self.ballot.is_open
 
 
 class Board:
@@ -72,8 +82,8 @@ class Board:
         self._values: dict[str, bytes] = {}
         self._waiting: dict[str, list[_Wait]] = {}
         self._ballots: dict[str, _Ballot] = {}
-        self._left: dict[int, str] = {}
-        self._expiries: list[tuple[float, int, _Wait | tuple[_Ballot, int, float]]] = []
+        self._left: set[int] = set()
+        self._expiries: list[tuple[float, int, _Wait | _Vote]] = []
         self._order, self._crowded = count(), _CROWDED
         self._requests: dict[str, Callable[[_Request], None]] = {
             "set": self._on_set,
@@ -108,19 +118,23 @@ class Board:
         """Answers those whose patience has ended."""
         while self._expiries and self._expiries[0][0] <= now:
             _, _, waited = heapq.heappop(self._expiries)
-            if isinstance(waited, _Wait):
-                if waited.is_open:
-                    self._close(waited)
-                    waited.caller.answer({"late": [key for key in waited.keys if key in waited.missing]})
+            if not waited.is_open:
+                continue
+            if isinstance(waited, _Vote):
+                self._give_up(waited)
             else:
-                self._expire_ballot(*waited)
+                self._close(waited)
+                waited.caller.answer({"late": [key for key in waited.keys if key in waited.missing]})
 
-    def leave(self, rank: int, how: str) -> None:
-        """A rank has gone: what others have still to hear of it will never come."""
-        self._left.setdefault(rank, how)
-        for ballot in list(self._ballots.values()):
-            if rank not in ballot.votes:
-                self.fail(rank, "", self._left[rank])
+    def leave(self, rank: int) -> None:
+        """A rank goes in order: agreements that still need it will never come."""
+        self._left.add(rank)
+        if any(rank not in ballot.votes for ballot in self._ballots.values()):
+            self.fail(rank, "", _LEFT)
+
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank has gone in order."""
+        return rank in self._left
 
     def fail(self, rank: int, host: str, reason: str) -> None:
         """Keeps the first cause, and answers everybody who waits with it."""
@@ -133,6 +147,7 @@ class Board:
                     self._close(wait)
                     wait.caller.answer({"failure": self.failure})
         for ballot in self._ballots.values():
+            ballot.is_open = False
             for vote in ballot.votes.values():
                 vote.caller.answer({"failure": self.failure})
         self._ballots.clear()
@@ -193,20 +208,18 @@ class Board:
         patience, [report] = _seconds(asked.header["patience"]), asked.parts
         if not isinstance(value, str | None):
             raise TypeError("a vote is a text or nothing")
-        gone = self._left.keys() - (self._ballots[what].votes.keys() if what in self._ballots else set())
-        if self.failure is None and gone:
-            first = min(gone)
-            self.fail(first, "", self._left[first])
+        ballot = self._ballots.get(what) or _Ballot(what)
+        if gone := self._left - ballot.votes.keys():
+            self.fail(min(gone), "", _LEFT)
         if self.failure is not None:
             asked.caller.answer({"failure": self.failure})
             return
-        ballot = self._ballots.setdefault(what, _Ballot(what))
-        ballot.votes[asked.caller.rank] = _Vote(asked.caller, value, report)
+        self._ballots[what] = ballot
+        vote = ballot.votes[asked.caller.rank] = _Vote(asked.caller, ballot, value, report, patience)
         if len(ballot.votes) == self.world_size:
-            del self._ballots[what]
             self._decide(ballot)
         else:
-            self._expire_at(asked.now + patience, (ballot, asked.caller.rank, patience))
+            self._expire_at(asked.now + patience, vote)
 
     def _on_fail(self, asked: _Request) -> None:
         self.fail(asked.caller.rank, asked.caller.host, str(asked.header["reason"]))
@@ -218,21 +231,21 @@ class Board:
 
     def _decide(self, ballot: _Ballot) -> None:
         """All have voted. Rank 0, which may end the session with the answer, gets it last."""
-        groups = vote_groups([ballot.votes[rank].value for rank in range(self.world_size)])
+        del self._ballots[ballot.what]
+        ballot.is_open = False
+        groups = _groups([ballot.votes[rank].value for rank in range(self.world_size)])
         answer = {"groups": groups} if len(groups) > 1 else {"agreed": True}
         for rank in range(self.world_size - 1, 0, -1):
             ballot.votes[rank].caller.answer(answer)
         ballot.votes[0].caller.answer(answer, [ballot.votes[rank].report for rank in range(self.world_size)])
 
-    def _expire_ballot(self, ballot: _Ballot, rank: int, seconds: float) -> None:
+    def _give_up(self, vote: _Vote) -> None:
         """Who gives up first ends the agreement for all, so that nobody can agree to what another has given up."""
-        if self._ballots.get(ballot.what) is not ballot:
-            return
+        ballot, rank = vote.ballot, vote.caller.rank
         missing = [other for other in range(self.world_size) if other not in ballot.votes]
-        vote = ballot.votes.pop(rank)
-        topic = f"agree/{ballot.what}"
+        del ballot.votes[rank]
         vote.caller.answer({"late": missing})
-        late = DeadlineError(f"rank {rank}", f"rank {missing[0]}", topic, seconds)
+        late = DeadlineError(f"rank {rank}", f"rank {missing[0]}", f"agree/{ballot.what}", vote.patience)
         self.fail(rank, vote.caller.host, str(late))
 
     def _put(self, key: str, value: bytes) -> None:
@@ -256,23 +269,18 @@ class Board:
                 if not waits:
                     del self._waiting[key]
 
-    def _expire_at(self, time: float, waited: _Wait | tuple[_Ballot, int, float]) -> None:
+    def _expire_at(self, time: float, waited: _Wait | _Vote) -> None:
         heapq.heappush(self._expiries, (time, next(self._order), waited))
         if len(self._expiries) > self._crowded:
-            self._expiries = [expiry for expiry in self._expiries if self._is_open(expiry[2])]
+            self._expiries = [expiry for expiry in self._expiries if expiry[2].is_open]
             heapq.heapify(self._expiries)
             self._crowded = max(_CROWDED, 2 * len(self._expiries))
 
-    def _is_open(self, waited: _Wait | tuple[_Ballot, int, float]) -> bool:
-        if isinstance(waited, _Wait):
-            return waited.is_open
-        return self._ballots.get(waited[0].what) is waited[0]
 
-
-def vote_groups(values: Iterable[str | None]) -> list[tuple[str, list[int]]]:
+def _groups(values: Iterable[str | None]) -> list[tuple[str, list[int]]]:
     """The ranks that hold each value, in the order of the first of them; None has no opinion.
 
-    >>> vote_groups(["a", None, "b", "a"])
+    >>> _groups(["a", None, "b", "a"])
     [('a', [0, 3]), ('b', [2])]
     """
     groups: dict[str, list[int]] = {}

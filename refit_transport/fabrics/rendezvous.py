@@ -202,14 +202,17 @@ class ControlChannel:
         """How many values the store holds, of all ranks."""
         return int(self._ask("count", {"op": "count"}).header["count"])
 
-    def report_failure(self, error: Exception) -> None:
-        """Tells the other ranks why this one gives up; only the first cause is kept."""
+    def report_failure(self, error: Exception) -> TransferError | None:
+        """Tells the other ranks why this one gives up. Only the first cause is kept; returns it if another rank's."""
         reason = str(error) if isinstance(error, RefitTransportError) else f"{type(error).__name__}: {error}"
-        self._ask("report a failure", {"op": "fail", "reason": reason})
+        return self._first("report a failure", {"op": "fail", "reason": reason})
 
     def failure(self, deadline: Deadline | None = None) -> TransferError | None:
         """The first failure, if it is another rank's."""
-        cause = self._ask("look for failures", {"op": "failure"}, deadline=deadline).header["failure"]
+        return self._first("look for failures", {"op": "failure"}, deadline=deadline)
+
+    def _first(self, phase: str, header: dict[str, Any], *, deadline: Deadline | None = None) -> TransferError | None:
+        cause = self._ask(phase, header, deadline=deadline).header["failure"]
         return None if cause is None or cause["rank"] == self.rank else self._of_peer(cause)
 
     def _of_peer(self, cause: Mapping[str, Any]) -> TransferError:
@@ -249,9 +252,7 @@ def telling_others(channel: ControlChannel) -> Iterator[None]:
         yield
     except Exception as error:
         try:
-            first = channel.failure()
-            if first is None:
-                channel.report_failure(error)
+            first = channel.report_failure(error)
         except TransferError as gone:
             # The channel is gone as well: rank 0 may be the cause of what was known before.
             if isinstance(error, TransferError) and gone.reason not in error.reason:

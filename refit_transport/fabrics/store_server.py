@@ -87,7 +87,6 @@ class StoreServer:
         self._secret, self._incarnations = secret, dict(incarnations or {})
         self._board = Board(world_size)
         self._owners: dict[int, str] = {}
-        self._departed: set[int] = set()
         self._peers: dict[int, set[_Peer]] = {}
         self._strangers: list[_Peer] = []
         self._selector = selectors.DefaultSelector()
@@ -173,8 +172,7 @@ class StoreServer:
         crowds = Counter(peer.address for peer in self._strangers)
         [(most, _)] = crowds.most_common(1)
         oldest = next(peer for peer in self._strangers if peer.address == most)
-        oldest.answer({"busy": True})
-        self._refuse(oldest, "crowd")
+        self._refuse(oldest, "crowd", farewell={"busy": True})
         return True
 
     def _turn(self, peer: _Peer, events: int) -> None:
@@ -202,8 +200,7 @@ class StoreServer:
         if peer.rank < 0:
             self._admit(peer, frame)
         elif frame.header.get("op") == "leave":
-            self._departed.add(peer.rank)
-            self._board.leave(peer.rank, "it left the refit")
+            self._board.leave(peer.rank)
         else:
             self._board.request(peer, frame, time.monotonic())
 
@@ -224,8 +221,7 @@ class StoreServer:
             return
         reason = self._objection(rank, incarnation, process)
         if reason:
-            peer.answer({"refused": reason})
-            self._refuse(peer, "member")
+            self._refuse(peer, "member", farewell={"refused": reason})
             return
         self._strangers.remove(peer)
         self._owners[rank] = process
@@ -246,10 +242,13 @@ class StoreServer:
             return f"another process has joined as rank {rank}"
         return ""
 
-    def _refuse(self, peer: _Peer, kind: str) -> None:
+    def _refuse(self, peer: _Peer, kind: str, *, farewell: dict[str, Any] | None = None) -> None:
         """Drops a peer that doesn't belong. A member that sends what can't be understood ends the session."""
-        self._drop(peer)
+        # Counted before anybody can know of it.
         self.refused[kind] += 1
+        if farewell is not None:
+            peer.answer(farewell)
+        self._drop(peer)
         if peer.rank >= 0:
             self._board.fail(peer.rank, peer.host, f"it sent rank 0 what isn't a message of the session ({kind})")
 
@@ -259,7 +258,7 @@ class StoreServer:
         if peer.rank < 0:
             self.refused["left"] += 1
             return
-        if not self._peers[peer.rank] and peer.rank not in self._departed:
+        if not self._peers[peer.rank] and not self._board.has_left(peer.rank):
             # A process that ends, or whose connection breaks, says nothing before.
             self._board.fail(peer.rank, peer.host, "its process ended, or lost its connection to rank 0")
 

@@ -11,10 +11,10 @@ Both calls are collective over all training ranks. Importing this module tells v
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -30,7 +30,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
 from refit_transport.config.settings import RefitSettings
-from refit_transport.errors import LayoutError, RefitTransportError, TransferError
+from refit_transport.errors import LayoutError, TransferError
 from refit_transport.fabrics.group_rendezvous import join_group
 from refit_transport.fabrics.rendezvous import ControlChannel
 from refit_transport.report import RefitReport
@@ -196,15 +196,10 @@ class _EngineCalls:
             try:
                 call(*arguments)
             except Exception as error:
-                refused = TransferError(
-                    0, -1, call.__name__, "", f"an engine on {socket.gethostname()}'s list: {error}"
-                )
-                try:
-                    # What an engine told the other ranks says more than its answer to us.
-                    if self._channel.failure() is None:
-                        self._channel.report_failure(refused)
-                except RefitTransportError:
-                    pass
+                refused = TransferError(0, -1, call.__name__, "", f"an engine failed: {error}")
+                # Where an engine has told all ranks before, its cause stays the first: it says more than this.
+                with suppress(TransferError):
+                    self._channel.report_failure(refused)
                 raise refused from error
 
         return self._threads.submit(run)

@@ -94,17 +94,17 @@ def test_a_failure_answers_everybody_who_waits_and_whoever_asks_for_more() -> No
 def test_a_rank_that_left_ends_open_and_later_agreements_but_not_one_in_which_it_has_voted() -> None:
     board, callers = Board(3), [Caller(rank) for rank in range(3)]
     vote(board, callers[2], "x")
-    board.leave(2, "it left")
+    board.leave(2)
     vote(board, callers[0], "x")
     vote(board, callers[1], "x")
     assert callers[0].answers == [({"agreed": True}, (b"report 0", b"report 1", b"report 2"))]
     assert callers[1].answers == [({"agreed": True}, ())]
     vote(board, callers[0], "x", what="next")
-    assert callers[0].last == {"failure": {"rank": 2, "host": "", "reason": "it left"}}
+    assert callers[0].last == {"failure": {"rank": 2, "host": "", "reason": "it left the refit"}}
 
     board, callers = Board(3), [Caller(rank) for rank in range(3)]
     vote(board, callers[0], "x")
-    board.leave(2, "it left")
+    board.leave(2)
     assert callers[0].last["failure"]["rank"] == 2
 
 
@@ -251,7 +251,7 @@ class Agreements(RuleBasedStateMachine):
         if rank in self.gone or (how == "leave" and rank in self.waiting):
             return
         self.gone.add(rank)
-        self.board.leave(rank, "left") if how == "leave" else self.board.fail(rank, "", "died")
+        self.board.leave(rank) if how == "leave" else self.board.fail(rank, "", "died")
         self.settle()
 
     @invariant()
