@@ -126,6 +126,8 @@ def _ending_in_order() -> Iterator[Callable[[], None]]:
     started = threading.Event()
 
     def end(number: int, _: object) -> None:
+        # Where Ray's own handler of SIGTERM ran first, it has set an alarm that aborts the process in three seconds.
+        signal.alarm(0)
         received.append(number)
         # The only exception that gets through Ray's waits as it is.
         if received.count(signal.SIGINT) > 1 or (started.is_set() and len(received) == 1):
@@ -134,6 +136,9 @@ def _ending_in_order() -> Iterator[Callable[[], None]]:
     def go_on() -> None:
         started.set()
         signal.signal(signal.SIGINT, previous[signal.SIGINT])
+        if previous[signal.SIGTERM] is not signal.SIG_IGN:
+            # Instead of Ray's, which writes stacks.
+            signal.signal(signal.SIGTERM, end)
         if received:
             raise KeyboardInterrupt
 

@@ -211,28 +211,37 @@ def test_a_signal_ends_everything(tmp_path, number, code, message, phase):
     assert ended == code, errors
     assert message in errors
     assert "Traceback" not in errors
+    assert "SIGTERM received" not in errors
 
 
 STRUCK = """
-import os, signal
-from ray._private.node import Node
+import os, signal, time, ray
+from ray._private import node, worker
 from refit_transport.cli import main
 
-start = Node.start_ray_processes
+def strike_after(place, name):
+    start = getattr(place, name)
+    def start_and_strike(*arguments, **named):
+        start(*arguments, **named)
+        os.kill(os.getpid(), signal.SIGTERM)
+    setattr(place, name, start_and_strike)
 
-def start_and_strike(node):
-    start(node)
-    os.kill(os.getpid(), signal.SIGTERM)
+def slowly(shutdown=ray.shutdown):
+    time.sleep(4.0)
+    shutdown()
 
-Node.start_ray_processes = start_and_strike
+ray.shutdown = slowly
+strike_after({place}, "{name}")
 main()
 """
 
 
 @pytest.mark.e2e
-def test_sigterm_while_ray_starts_is_not_rays_to_answer(tmp_path):
-    """Ray would leave in the middle of its start, and what it had started would stay until this process ends."""
-    code, _, errors = Run(tmp_path, SMALL, program=(sys.executable, "-c", STRUCK)).finish(timeout_s=90.0)
+@pytest.mark.parametrize(("place", "name"), [("node.Node", "start_ray_processes"), ("worker", "connect")])
+def test_sigterm_while_ray_starts_is_not_rays_to_answer(tmp_path, place, name):
+    """Ray would leave in the middle of its start, or end this process while that still cleans up."""
+    program = (sys.executable, "-c", STRUCK.format(place=place, name=name))
+    code, _, errors = Run(tmp_path, SMALL, program=program).finish(timeout_s=90.0)
     assert code == 143
     assert "terminated; everything that was started has ended" in errors
     assert "Traceback" not in errors
