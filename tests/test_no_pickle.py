@@ -21,6 +21,8 @@ ALLOWED = {
     "cluster/training_checkpoint.py": {"broadcast_object_list"},
     "cluster/generation_stages.py": {"broadcast_object"},
     "cluster/gradients.py": {"all_gather_object"},
+    # Ray ships functions so in any case; this says that one is to travel whole to actors of another environment.
+    "integrations/nemo_rl/groups.py": {"cloudpickle"},
     # Pipes between a benchmark and the processes that it has forked.
     "bench/crew.py": {"multiprocessing"},
     "bench/isolation.py": {"multiprocessing"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,11 +27,14 @@ class _Host:
 
     def __init__(self) -> None:
         self._worker: Any = None
+        self._reserved: socket.socket | None = None
 
     def address(self, ports: PortRange, address: str | None) -> tuple[str, int]:
-        """This node's IP address and a free port on it."""
-        host = address or ray.util.get_node_ip_address()
-        return host, ports.free_port(host)
+        """This node's IP address and a port on it, held until the next one is asked for."""
+        if self._reserved is not None:
+            self._reserved.close()
+        self._reserved = ports.reserve()
+        return address or ray.util.get_node_ip_address(), self._reserved.getsockname()[1]
 
     def process_id(self) -> int:
         """This actor's process id."""

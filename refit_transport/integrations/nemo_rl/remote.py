@@ -16,7 +16,7 @@ from ray.exceptions import RayTaskError
 
 from refit_transport.cluster.network import PortRange
 
-_WORKER, _TASKS = "_refit_transport_worker", "_refit_transport_tasks"
+_WORKER, _TASKS, _RESERVED = (f"_refit_transport_{what}" for what in ("worker", "tasks", "reserved_port"))
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.05
 
 
@@ -51,10 +51,12 @@ def poll(actor: Any, ticket: int) -> tuple[Any] | None:
     return (task.result(),)
 
 
-def address(_actor: Any, ports: PortRange, host: str | None) -> tuple[str, int]:
-    """This node's IP address and a free port on it."""
-    found = host or ray.util.get_node_ip_address()
-    return found, ports.free_port(found)
+def address(actor: Any, ports: PortRange, host: str | None) -> tuple[str, int]:
+    """This node's IP address and a port on it, held until the next one is asked for."""
+    if _RESERVED in actor.__dict__:
+        actor.__dict__[_RESERVED].close()
+    actor.__dict__[_RESERVED] = ports.reserve()
+    return host or ray.util.get_node_ip_address(), actor.__dict__[_RESERVED].getsockname()[1]
 
 
 def process_id(_actor: Any) -> int:
