@@ -6,7 +6,6 @@ import errno
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -183,13 +182,24 @@ def test_a_real_process() -> None:
     assert run("no-such-command").returncode == 2
 
 
-def test_help_answers_at_once() -> None:
-    seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
-        assert run("--help").returncode == 0
-        seconds.append(time.perf_counter() - start)
-    assert min(seconds) < 2
+def test_help_imports_no_engine() -> None:
+    """Which is why it answers at once; how fast is timed in a clean environment, see test_packaging.py."""
+    engines = {"torch", "vllm", "megatron", "ray", "transformers"}
+    commands = [[], *([command.callback.__name__] for command in app.registered_commands if command.callback)]
+    assert ["run"] in commands
+    script = (
+        "import sys\nfrom refit_transport.cli import main\n"
+        f"for command in {commands}:\n"
+        "    sys.argv = ['refit-transport', *command, '--help']\n"
+        "    try:\n        main()\n"
+        "    except SystemExit as end:\n        assert end.code == 0, (command, end.code)\n"
+        f"print({engines} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    *helps, imported = done.stdout.splitlines()
+    assert sum("Usage: refit-transport" in line for line in helps) == len(commands)
+    assert imported == "set()"
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,9 @@ CASES = {
 }
 NIGHTLY = {
     "PPO, FSDP2, async": Case(algorithm="ppo", backend="dtensor", is_async=True),
-    "GRPO, Megatron ETP2, two engines": Case(kind="moe", parallelism={"tensor": 2, "expert_tensor": 2}, engines=2),
+    "GRPO, Megatron ETP2, two engines": Case(
+        kind="moe", parallelism={"tensor": 2, "expert_tensor": 2, "sequence_parallel": True}, engines=2
+    ),
     "GRPO, Megatron PP2 VPP2, async TP2": Case(
         parallelism={"pipeline": 2, "virtual_pipeline": 2}, is_async=True, tensor=2, layers=4
     ),
