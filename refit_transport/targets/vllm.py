@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.config import set_current_vllm_config
-from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 
 from refit_transport.checkpoint import CheckpointFolder
 from refit_transport.checksum import Derived
@@ -37,6 +36,7 @@ from refit_transport.targets.vllm_layers import (
 )
 from refit_transport.targets.vllm_manifest import LoadedModel, describe, trace_model
 from refit_transport.targets.vllm_proof import PrivateLayer, ReadPart, judge, region_of, same_bytes
+from refit_transport.targets.vllm_versions import disable_mtp_completeness_check
 
 
 class VllmTarget:

@@ -14,16 +14,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
-from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS, SKIP_TENSORS
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
 from refit_transport.checksum import Derived
+from refit_transport.targets.vllm_versions import SKIP_LOAD_TENSORS, SKIP_TENSORS, is_deferred_attention_layer
 
 # vLLM lists the router's correction bias as never loaded because its reload keeps it in place; loaders do fill it.
-_NEVER_LOADED = frozenset(SKIP_LOAD_TENSORS) - {"e_score_correction_bias"}
+_NEVER_LOADED = SKIP_LOAD_TENSORS - {"e_score_correction_bias"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,9 @@
 
     python -m refit_transport.integrations.nemo_rl [--check] SCRIPT [ARGUMENTS...]
 
-The script gets its arguments as if it had been started itself. `--check` only compares the installed NeMo RL with
-what is expected of it. `NEMO_RL_SOURCE`, by which our recipes name their bases, is the folder of the installed NeMo RL
-unless it is set.
+The script gets its arguments as if it had been started itself. `--check` only compares versions and the installed
+NeMo RL with what is expected of them. `NEMO_RL_SOURCE`, by which our recipes name their bases, is the folder of the
+installed NeMo RL unless it is set.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from refit_transport.errors import RefitTransportError
-from refit_transport.integrations.nemo_rl.install import install
-from refit_transport.integrations.nemo_rl.seams import SEAMS, check_seams, source_folder
+from refit_transport.integrations.nemo_rl.install import check, install
+from refit_transport.integrations.nemo_rl.seams import SEAMS, source_folder
 
 _SOURCE = "NEMO_RL_SOURCE"
 
@@ -29,8 +29,8 @@ def main(arguments: Sequence[str]) -> int:
         return 0 if arguments else 2
     try:
         if arguments[0] == "--check":
-            check_seams()
-            print(f"all {len(SEAMS)} seams of NeMo RL are as expected")  # noqa: T201
+            check()
+            print(f"versions and all {len(SEAMS)} seams of NeMo RL are as expected")  # noqa: T201
             return 0
         script = Path(arguments[0])
         if not script.is_file():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from refit_transport.compatibility import IN_NEMO_RL, require
 from refit_transport.verification import Comparison
 
 _ENGINE = "_refit_transport_engine"
@@ -59,6 +60,7 @@ def leave(worker: Any) -> None:
 
 
 def _made(worker: Any) -> Any:
+    require("vllm", needed_for="NeMo RL's generation workers", table=IN_NEMO_RL)
     from vllm.config import WeightTransferConfig
 
     from refit_transport.integrations.vllm_engine import RefitTransportEngine

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
+from refit_transport.compatibility import TABLE, require
 from refit_transport.integrations.nemo_rl import seams
 from refit_transport.integrations.nemo_rl.delivery import use_hook
 from refit_transport.integrations.nemo_rl.limits import require_supported
@@ -18,15 +19,17 @@ _MARK = "serves_refit_transport"
 
 
 def install() -> None:
-    """Checks every seam, then replaces those that `seams.SEAMS` says are replaced. Idempotent.
+    """Checks versions and every seam, then replaces those that `seams.SEAMS` says are replaced. Idempotent.
 
     Call it before `ray.init` (NeMo RL's `init_ray`), so that workers get this package too, and before the driver
     imports NeMo RL's functions by name.
 
     Raises:
-        SeamError: NeMo RL isn't installed, or isn't as we know it at a seam; nothing has been changed then.
+        MissingDependencyError, UnsupportedVersionError: the driver has no Ray, or a version that isn't supported.
+        SeamError: NeMo RL isn't installed, or isn't as we know it at a seam.
+        Nothing has been changed then.
     """
-    seams.check_seams()
+    check()
     if getattr(seams.find(seams.FACTORY), _MARK, False):
         return
     factory = _marked(_factory(seams.find(seams.FACTORY)))
@@ -36,6 +39,21 @@ def install() -> None:
     seams.replace_at(seams.PPO_SETUP, _marked(_ppo_setup(seams.find(seams.PPO_SETUP), factory)))
     seams.replace_at(seams.GENERATION_CONFIG, _marked(_generation_config(seams.find(seams.GENERATION_CONFIG))))
     use_hook()
+
+
+def check() -> None:
+    """Proves that what a driver stands on is as we know it; changes nothing.
+
+    vLLM and Megatron-core count where workers run, in environments of their own: these check theirs as they join.
+
+    Raises:
+        MissingDependencyError, UnsupportedVersionError, SeamError: as `install`.
+    """
+    for package in ("torch", "ray"):
+        require(package, needed_for="the NeMo RL adapter")
+    # NeMo RL is often run from its checkout, where there is no metadata of it.
+    TABLE["nemo-rl"].check(seams.installed_version())
+    seams.check_seams()
 
 
 def _marked(function: Callable[..., Any]) -> Callable[..., Any]:

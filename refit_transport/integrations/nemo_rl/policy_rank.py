@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from refit_transport.cluster.sending import SendingRank
+from refit_transport.compatibility import IN_NEMO_RL, require
 from refit_transport.errors import LayoutError
 from refit_transport.integrations.nemo_rl.seams import POLICY_ATTRIBUTES, required
 from refit_transport.layout.presets.model import LogicalModel
@@ -62,6 +63,7 @@ def _checkpoint_config(name: str) -> Mapping[str, Any]:
 
 
 def _megatron_source(actor: Any) -> Source:
+    require("megatron-core", needed_for="NeMo RL's Megatron policy", table=IN_NEMO_RL)
     from refit_transport.sources.megatron import MegatronSource
 
     chunks = actor.model if isinstance(actor.model, list | tuple) else [actor.model]

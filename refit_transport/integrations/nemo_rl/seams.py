@@ -183,7 +183,7 @@ def required(worker: object, names: tuple[str, ...]) -> None:
 
 def seam_error(seam: str, expected: str) -> SeamError:
     """An error that names the installed NeMo RL and the place."""
-    return SeamError("nemo-rl", _version(), seam, expected)
+    return SeamError("nemo-rl", installed_version(), seam, expected)
 
 
 def source_folder() -> Path:
@@ -196,7 +196,8 @@ def replaced_seams() -> Iterator[Seam]:
     return (seam for seam in SEAMS if seam.use == "replaced")
 
 
-def _version() -> str:
+def installed_version() -> str:
+    """As NeMo RL says it of itself; words instead where it doesn't, or isn't installed."""
     try:
         return str(getattr(import_module("nemo_rl"), "__version__", "of unknown version"))
     except ImportError:

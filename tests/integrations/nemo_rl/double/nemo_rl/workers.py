@@ -7,7 +7,7 @@ import os
 
 from refit_jobs import TIMEOUT_S
 
-from refit_transport.cluster.generation import EngineConfig, engine_environment, engine_options
+from refit_transport.cluster.generation import EngineConfig, engine_environment
 from refit_transport.cluster.training import TrainingWorker
 from refit_transport.layout.parallelism import MegatronParallelism
 
@@ -88,23 +88,22 @@ class DTensorPolicyWorker(_PolicyWorker):
         return found
 
 
-def _engine_config(config):
-    vllm = config["vllm_cfg"]
-    return EngineConfig(
-        model=config["model_name"],
-        tensor_parallel=vllm["tensor_parallel_size"],
-        load_format=vllm["load_format"],
-        max_model_len=64,
-    )
-
-
 def _options(config):
     """As NeMo RL has it: vLLM isn't told of any transfer of weights."""
-    options = engine_options(_engine_config(config))
-    del options["weight_transfer_config"]
-    os.environ.update(engine_environment(_engine_config(config)))
+    vllm = config["vllm_cfg"]
+    os.environ.update(engine_environment(EngineConfig(config["model_name"])))
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
-    return options
+    return {
+        "model": config["model_name"],
+        "dtype": vllm["precision"],
+        "load_format": vllm["load_format"],
+        "tensor_parallel_size": vllm["tensor_parallel_size"],
+        "max_model_len": 64,
+        "enforce_eager": True,
+        "gpu_memory_utilization": 0.5,
+        "skip_tokenizer_init": True,
+        "seed": 0,
+    }
 
 
 class VllmGenerationWorker:
