@@ -12,7 +12,13 @@ _ENGINE = "_refit_transport_engine"
 
 
 def join(worker: Any, address: Mapping[str, Any], node: str, drafts: bool) -> None:  # noqa: FBT001 - positional by RPC
-    """Joins the refit at `address` (a `RefitAddress`). `node`: the engine's, for ranks that don't know their own."""
+    """Joins the refit at `address` (a `RefitAddress`). `node`: the engine's, for ranks that don't know their own.
+
+    Raises:
+        UnsupportedVersionError: vLLM's version isn't supported.
+        LayoutError, AgreementError, DeadlineError: as `RefitSession.prepare`.
+    """
+    require("vllm", needed_for="NeMo RL's generation workers", table=IN_NEMO_RL)
     from refit_transport.integrations.vllm_engine import RefitInitInfo
 
     engine = getattr(worker, _ENGINE, None)
@@ -20,7 +26,7 @@ def join(worker: Any, address: Mapping[str, Any], node: str, drafts: bool) -> No
         engine = _made(worker)
         setattr(worker, _ENGINE, engine)
     if drafts:
-        engine.draft_with(worker.get_draft_model())
+        engine.draft_with(_drafter(worker))
     parallel = worker.vllm_config.parallel_config
     # NeMo RL's engines have a place of their own each, also those that vLLM counts as one another's replicas.
     first = address["first_rank"] - parallel.data_parallel_index * parallel.world_size
@@ -60,13 +66,20 @@ def leave(worker: Any) -> None:
 
 
 def _made(worker: Any) -> Any:
-    require("vllm", needed_for="NeMo RL's generation workers", table=IN_NEMO_RL)
     from vllm.config import WeightTransferConfig
 
     from refit_transport.integrations.vllm_engine import RefitTransportEngine
 
     config = WeightTransferConfig(backend="refit_transport")
     return RefitTransportEngine(config, worker.vllm_config, worker.device, worker.model_runner.get_model())
+
+
+def _drafter(worker: Any) -> Any:
+    """The model that drafts, or None; vLLM 0.25 shows it through the runner's proposer only."""
+    if hasattr(worker, "get_draft_model"):
+        return worker.get_draft_model()
+    model = getattr(getattr(worker.model_runner, "drafter", None), "model", None)
+    return model.unwrap() if hasattr(model, "unwrap") else model
 
 
 def _joined(worker: Any) -> Any:

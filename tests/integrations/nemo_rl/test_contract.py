@@ -361,6 +361,16 @@ def test_workers_refuse_a_version_that_is_not_supported(monkeypatch: pytest.Monk
         PolicyRank(actor, rank=0, node="").source()
 
 
+def test_the_model_that_drafts_is_found_in_every_vllm() -> None:
+    newer = SimpleNamespace(get_draft_model=lambda: "drafter", model_runner=None)
+    assert engine_rank._drafter(newer) == "drafter"
+    wrapped = SimpleNamespace(unwrap=lambda: "drafter")
+    for model, found in ((wrapped, "drafter"), ("drafter", "drafter"), (None, None)):
+        runner = SimpleNamespace(drafter=SimpleNamespace(model=model))
+        assert engine_rank._drafter(SimpleNamespace(model_runner=runner)) == found
+    assert engine_rank._drafter(SimpleNamespace(model_runner=SimpleNamespace())) is None
+
+
 def test_a_new_abstract_method_is_refused(double: None) -> None:
     from nemo_rl.weight_sync.interfaces import WeightSynchronizer
 

@@ -18,6 +18,8 @@ class VllmGeneration:
         self.worker_group = RayWorkerGroup(
             cluster, name, config, env_vars=config["vllm_cfg"].get("env_vars", {}), tied=self.model_parallel_size
         )
+        # NeMo RL hands nobody an engine that is still starting.
+        ray.get([worker.__ray_ready__.remote() for worker in self.worker_group.workers])
 
     def init_collective(self, ip, port, world_size, *, train_world_size):
         return []
