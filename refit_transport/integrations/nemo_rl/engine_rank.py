@@ -78,7 +78,7 @@ def _drafter(worker: Any) -> Any:
     """The model that drafts, or None; vLLM 0.25 shows it through the runner's proposer only."""
     if hasattr(worker, "get_draft_model"):
         return worker.get_draft_model()
-    model = getattr(getattr(worker.model_runner, "drafter", None), "model", None)
+    model: Any = getattr(getattr(worker.model_runner, "drafter", None), "model", None)
     return model.unwrap() if hasattr(model, "unwrap") else model
 
 
