@@ -1,7 +1,7 @@
 """Runs the campaign and writes docs/reliability.md from its record.
 
-python tests/faults/reliability.py run RECORD.json [PART/PARTS [SECONDS]]    strikes, at most so long; adds to it
-python tests/faults/reliability.py render RECORD.json DOC.md       the page
+python -m faults.reliability run RECORD.json [PART/PARTS [SECONDS]]    strikes, at most so long, what it doesn't have
+python -m faults.reliability render RECORD.json DOC.md                 the page
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from faults.campaign import Campaign, Injection, strike_all
 from faults.case_tests import ALL
 from faults.fault import World
 from faults.network import strike_systems
-from faults.worlds import TWO, whole
+from faults.worlds import MANY, TWO, whole
 
 SOAK = 500
 
@@ -146,24 +146,37 @@ def _well(crew: Any, version: int, refits: int) -> None:
 def main() -> None:
     """See the module."""
     command, path = sys.argv[1], Path(sys.argv[2])
-    record = json.loads(path.read_text()) if path.exists() else {"injections": [], "soak": None}
     if command == "render":
-        Path(sys.argv[3]).write_text(page(record))
+        Path(sys.argv[3]).write_text(page(_read(path)))
         return
     part, parts = map(int, (sys.argv[3] if len(sys.argv) > 3 else "0/1").split("/"))
     until = time.monotonic() + float(sys.argv[4] if len(sys.argv) > 4 else "inf")
-    jobs = [*whole()]
-    for number, (world, faults) in enumerate(jobs):
+    for number, (world, faults) in enumerate(whole()):
         if number % parts == part:
-            record["injections"] += [asdict(each) for each in strike_all(world, faults, until=until)]
+            _add(path, strike_all(world, faults[_there(path, world) :], until=until))
     if part == parts - 1:
-        record["injections"] += [asdict(each) for each in strike_systems("in_place", "staged")]
-        record["soak"] = soak(SOAK)
-    path.write_text(json.dumps(record, indent=1) + "\n")
-    problems = [each for each in record["injections"] if each["problems"]]
+        _add(path, strike_systems("in_place", "staged"), soak=soak(SOAK))
+    problems = [each for each in _read(path)["injections"] if each["problems"]]
     for each in problems:
         print(each)  # noqa: T201
     sys.exit(bool(problems))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text())) if path.exists() else {"injections": [], "soak": None}
+
+
+def _there(path: Path, world: World) -> int:
+    """How many blows of a job the record has already."""
+    injections = (Injection(**each) for each in _read(path)["injections"])
+    return sum((each.world, each.commit) == (world.name, world.commit) and each.kind in MANY for each in injections)
+
+
+def _add(path: Path, injections: Sequence[Injection], **more: Any) -> None:
+    """Another part may have written meanwhile."""
+    record = _read(path)
+    record["injections"] += [asdict(each) for each in injections]
+    path.write_text(json.dumps(record | more, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -63,11 +63,19 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What a process holds."""
+    """What a process holds: what its descriptors stand for, its threads' names, bytes of memory."""
 
-    descriptors: int
-    threads: int
+    open: tuple[str, ...]
+    running: tuple[str, ...]
     memory: int
+
+    @property
+    def descriptors(self) -> int:
+        return len(self.open)
+
+    @property
+    def threads(self) -> int:
+        return len(self.running)
 
 
 class Victim:
@@ -182,8 +190,8 @@ class Victim:
         while True:
             gc.collect()
             resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-            count = len(list(Path("/proc/self/fd").iterdir())) - 1
-            found = Footprint(count, len(list(Path("/proc/self/task").iterdir())), resident)
+            running = tuple(path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm"))
+            found = Footprint(_descriptors(), running, resident)
             fits = least is None or (found.descriptors <= least.descriptors and found.threads <= least.threads)
             if fits or time.monotonic() > until:
                 return found
@@ -305,3 +313,12 @@ class Victim:
         whole = {w.name: coordinate_tensor(w.name, w.shape, "bfloat16", version=version) for w in MODEL.weights}
         for index, piece in enumerate(binding.manifest.pieces):
             yield binding.view(index), box_of(whole[piece.tensor], piece.box.offset, piece.box.shape)
+
+
+def _descriptors() -> tuple[str, ...]:
+    """What this process's descriptors stand for."""
+    found = []
+    for path in [*Path("/proc/self/fd").iterdir()]:
+        with suppress(FileNotFoundError):  # the listing's own
+            found.append(str(path.readlink()))
+    return tuple(found)
