@@ -95,8 +95,9 @@ class Fault:
 
     @property
     def is_named(self) -> bool:
-        """Whether all survivors must name the victim: of a silent one, whoever waits for it may be named."""
-        return self.kind in ("kill", "loader", "reset store") and self.point not in ("prepare", "connect")
+        """Whether all survivors must name the victim; while they connect, they are not always heard in time."""
+        kinds = ("kill", "stop", "wake", "too slow", "loader", "reset store")
+        return self.kind in kinds and self.point not in ("prepare", "connect")
 
 
 PLACES = ("begin", "agreed", *ROUNDS, "verify", "vote", "voted", "finished")

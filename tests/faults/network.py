@@ -78,7 +78,7 @@ class _Cutting:
         finally:
             run_command((*link, "up"))
         try:
-            campaign._recover()
+            found.sessions = campaign._recover()
             found.recovered = True
         except AssertionError as error:
             found.problems.append(str(error))
@@ -106,7 +106,7 @@ def _full(world: World) -> list[Injection]:
                     campaign._check_served(found, campaign.crew.pids, campaign._version + 1)
                     for path in fillers:
                         path.unlink()
-                    campaign._recover()
+                    found.sessions = campaign._recover()
                     found.recovered = True
                     found.problems += [f"left behind: {path}" for path in place.iterdir()]
                     done.append(found)

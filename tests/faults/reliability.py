@@ -40,8 +40,9 @@ It is generated (`make faults`, as root, some 20 minutes), and a test compares i
   exact.
 
 Errors name rank, phase, round and the first tensor of the payload, as far as the rank that finds the fault can know
-them, and the host of the rank that reports it or has ended. Of a rank that hangs, the others know only who waits for
-whom: the error may name a rank that itself waits for the one that hangs.
+them, and the host of the rank that reports it or has ended. Whoever waits in vain may wait for a rank that itself waits
+for one that hangs: so before a rank is told who is at fault, rank 0's store hears the others for half a second, and the
+error adds of which ranks, on which hosts, nothing is heard.
 
 ## Fault campaign
 
@@ -87,6 +88,8 @@ def tables(record: Mapping[str, Any]) -> str:
     lines += [
         "",
         f"Blows by job: {', '.join(struck)}.",
+        f"{sum(each.sessions > 1 for each in injections)} recoveries took a second session or a third, where so many",
+        "processes on so few cores didn't meet within the timeout.",
         "",
         f"{soak['refits']} refits in a row: {more}{soak['memory'] / 2**20:.1f} MiB more at the end,",
         "of the rank that grew most.",

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Client
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from faults.fault import MODEL, TIMEOUT_S, Fault, World
@@ -84,6 +84,8 @@ class Victim:
     def __init__(self, rank: int, world: World, tell: Callable[[str], None]) -> None:
         # The parent's OpenMP threads aren't there in a fork: torch must not ask for them.
         torch.set_num_threads(1)
+        # Nor is there anything of the parent's to collect: to look at all of it costs more than to open a session.
+        gc.freeze()
         self.rank, self.world, self._tell = rank, world, tell
         self._role = "source" if rank < world.source.ranks else "target"
         self._binding = self._bound(MODEL)
@@ -158,12 +160,15 @@ class Victim:
 
         return self._ended(run)
 
-    def is_forwarder(self) -> bool:
-        """Whether this rank passes on what it receives; after a first refit."""
+    def part(self) -> Literal["sends", "forwards", "receives", "idle"]:
+        """What this rank does in a refit, after a first one: of sources that hold the same, some have nothing to do."""
         assert self._session is not None
         transports = self._session.plan.transports.values()
         programs = [transport._program for transport in transports]  # type: ignore[attr-defined]
-        return self._role == "target" and any(program is not None and forwards(program) for program in programs)
+        steps = [step for program in programs if program is not None for step in program.steps]
+        if any(step.incoming is not None for step in steps):
+            return "forwards" if any(forwards(program) for program in programs if program is not None) else "receives"
+        return "sends" if any(step.sends for step in steps) else "idle"
 
     def serves(self) -> Served | None:
         """What a target serves; None on a source."""
