@@ -95,8 +95,11 @@ class Fault:
 
     @property
     def is_named(self) -> bool:
-        """Whether all survivors must name the victim; while they connect, they are not always heard in time."""
-        kinds = ("kill", "stop", "wake", "too slow", "loader", "reset store")
+        """Whether all survivors must name the victim.
+
+        While they connect, they aren't always heard in time; and a rank that is only too slow is heard itself.
+        """
+        kinds = ("kill", "stop", "wake", "loader", "reset store")
         return self.kind in kinds and self.point not in ("prepare", "connect")
 
 

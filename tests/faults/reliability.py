@@ -17,7 +17,7 @@ from typing import Any
 
 from faults.campaign import Campaign, Injection, strike_all
 from faults.case_tests import ALL
-from faults.fault import World
+from faults.fault import MODEL, World
 from faults.network import strike_systems
 from faults.worlds import MANY, TWO, whole
 
@@ -116,7 +116,7 @@ def cases() -> str:
 
 def page(record: Mapping[str, Any]) -> str:
     """The whole page."""
-    text = HEAD.replace("{tensors}", "12") + tables(record)
+    text = HEAD.replace("{tensors}", str(len(MODEL.weights))) + tables(record)
     return f"{text}\n## Cases\n\nWhat has gone wrong elsewhere, each a test.\n\n{cases()}"
 
 
