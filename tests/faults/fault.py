@@ -88,6 +88,9 @@ class Fault:
             return "either"
         if self.point == "finished":
             return "none fails"
+        if self.kind == "cut" and self.point in ("verify", "vote") and commit == "in_place":
+            # Who is cut off may have voted before: then the others have everybody's word, and it stays fenced.
+            return "either"
         if self.point == "voted":
             # In place the vote on what arrived was the last word; staged, all must also have taken it over.
             return "none fails" if commit == "in_place" else "all fail"

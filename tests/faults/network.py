@@ -95,6 +95,8 @@ def _full(world: World) -> list[Injection]:
             with Campaign(world, folder=str(place)) as campaign:
                 for _ in range(2):
                     found = Injection("2+2", world.commit, kind, "nobody", "connect")
+                    # What the session before has there makes room when it is left.
+                    campaign.crew.call("leave")
                     fillers = _fill(place)
                     began = time.monotonic()
                     campaign._send_open()
