@@ -83,13 +83,12 @@ def tables(record: Mapping[str, Any]) -> str:
     lines.append(_row("**all**", injections))
     worlds = sorted({(each.world, each.commit) for each in injections})
     struck = (f"{w} {c}: {sum((e.world, e.commit) == (w, c) for e in injections)}" for w, c in worlds)
-    soak = record["soak"]
+    again, soak = sum(each.sessions > 1 for each in injections), record["soak"]
     more = f"{soak['descriptors']} descriptors, {soak['threads']} threads, {soak['values']} values in the store and "
     lines += [
         "",
         f"Blows by job: {', '.join(struck)}.",
-        f"{sum(each.sessions > 1 for each in injections)} recoveries took a second session or a third, where so many",
-        "processes on so few cores didn't meet within the timeout.",
+        f"Recoveries whose first session didn't come about within the timeout, and took another: {again}.",
         "",
         f"{soak['refits']} refits in a row: {more}{soak['memory'] / 2**20:.1f} MiB more at the end,",
         "of the rank that grew most.",
@@ -100,7 +99,11 @@ def tables(record: Mapping[str, Any]) -> str:
 def _row(words: str, found: Sequence[Injection]) -> str:
     seconds = [each.seconds for each in found]
     detected, recovered = sum(each.detected for each in found), sum(each.recovered for each in found)
-    named = sum(each.named for each in found)
+    # Where a rank was struck and anybody said anything.
+    blamed = [
+        each for each in found if each.said and each.victim not in ("nobody", "a domain") and each.kind != "zombie"
+    ]
+    named = f"{sum(each.named for each in blamed)} of {len(blamed)}" if blamed else "-"
     figures = (len(found), detected, named, recovered, f"{statistics.median(seconds):.2f}", f"{max(seconds):.2f}")
     return f"| {words} | {' | '.join(map(str, figures))} |"
 
