@@ -36,6 +36,7 @@ It is generated (`make faults`, as root, a quarter of an hour on two cores), and
   connection closes; one that hangs, after `timeout_s`.
 - A target in whose weights something may have been written is fenced until a complete refit. `commit: staged` writes
   beside them: after an error of `transfer` the old version is served, whole.
+- Who is cut off after its vote can't know what the others decided: it stays fenced, and they may have committed.
 - After a fault, the ranks that are left and those that replace the others open a new session, whose first refit is
   exact.
 
