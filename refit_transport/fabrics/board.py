@@ -159,9 +159,11 @@ class Board:
                 waited.caller.answer({"late": [key for key in waited.keys if key in waited.missing]})
 
     def leave(self, rank: int) -> None:
-        """A rank goes in order: agreements that still need it will never come."""
+        """A rank goes in order: agreements and values that it still owes will never come."""
         self._left.add(rank)
-        if any(rank not in ballot.votes for ballot in self._ballots.values()):
+        if any(rank not in ballot.votes for ballot in self._ballots.values()) or any(
+            _is_of(key, rank) for key in self._waiting
+        ):
             self.fail(rank, "", _LEFT)
 
     def has_left(self, rank: int) -> bool:
@@ -205,7 +207,10 @@ class Board:
         missing = {key for key in keys if key not in self._values}
         if not missing:
             self._give(asked.caller, keys)
-        elif self.failure is not None:
+            return
+        if gone := [rank for rank in sorted(self._left) if any(_is_of(key, rank) for key in missing)]:
+            self.fail(gone[0], "", _LEFT)
+        if self.failure is not None:
             asked.caller.answer({"failure": self.failure})
         else:
             patience, wait = _seconds(asked.header["patience"]), _Wait(asked.caller, keys, missing)
@@ -362,6 +367,11 @@ def _groups(values: Iterable[str | None]) -> list[tuple[str, list[int]]]:
         if value is not None:
             groups.setdefault(value, []).append(rank)
     return list(groups.items())
+
+
+def _is_of(key: str, rank: int) -> bool:
+    """Whether a key is that of a rank's own value."""
+    return key.endswith(f"/{rank}")
 
 
 def _seconds(value: Any) -> float:

@@ -91,6 +91,25 @@ def test_a_failure_answers_everybody_who_waits_and_whoever_asks_for_more() -> No
     assert board._waiting == board._ballots == {}
 
 
+def test_a_rank_that_left_ends_waits_for_its_values_and_no_others() -> None:
+    failure = {"failure": {"rank": 1, "host": "", "reason": "it left the refit"}}
+    board, callers = Board(3), [Caller(rank) for rank in range(3)]
+    get(board, callers[0], "topic/2")
+    board.leave(1)
+    assert callers[0].answers == []
+    get(board, callers[2], "topic/0", "topic/1")
+    assert callers[0].last == callers[2].last == failure
+
+    board, callers = Board(3), [Caller(rank) for rank in range(3)]
+    put(board, callers[1], **{"topic/1": b"was there"})
+    get(board, callers[0], "topic/1", "topic/2")
+    board.leave(1)
+    get(board, callers[0], "topic/1")
+    assert callers[0].answers == [({}, (b"was there",))]
+    get(board, callers[2], "other/1")
+    assert callers[0].last == callers[2].last == failure
+
+
 def test_a_rank_that_left_ends_open_and_later_agreements_but_not_one_in_which_it_has_voted() -> None:
     board, callers = Board(3), [Caller(rank) for rank in range(3)]
     vote(board, callers[2], "x")
