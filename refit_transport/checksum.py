@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,8 +31,6 @@ Words = npt.NDArray[np.uint64]
 _LANES = 1 << 16
 # Elements that a core sums at once: their float64 stay in its cache. A GPU is kept busy by more.
 _CHUNK, _GPU_CHUNK = 1 << 17, 1 << 24
-# What can't be seen as a matrix is copied when it is as small as this, else summed slice by slice.
-_SMALL = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +45,48 @@ class Derived:
     recomputed: torch.Tensor
 
 
-def box_checksum(view: torch.Tensor, box: Box, shape: Sequence[int], *casts: torch.dtype) -> int:
-    """The checksum, below 2**64, of the elements `view`, which is shaped as `box`, a part of a tensor of this shape.
+@dataclass(frozen=True, slots=True)
+class BoxView:
+    """The elements of a box, a part of a tensor of this shape, in memory; `view` is shaped as the box.
 
     `casts` are dtypes that each element is converted to first, one after the other.
+    """
+
+    view: torch.Tensor
+    box: Box
+    shape: Sequence[int]
+    casts: Sequence[torch.dtype] = ()
+
+
+class Checksums:
+    """Checksums of boxes in memory that stays where it is: prepared once, computed whenever the values have changed.
+
+    Rows of one length are summed by one matrix product, whichever boxes they belong to: models have thousands of small
+    ones.
+    """
+
+    def __init__(self, boxes: Sequence[Sequence[BoxView]]) -> None:
+        """Each box is given by disjoint parts of it, whose checksums are added."""
+        self._count = len(boxes)
+        weights: dict[_Place, Words] = {}
+        groups: dict[_Columns, list[_Strip]] = {}
+        for number, parts in enumerate(boxes):
+            for part in parts:
+                for columns, strip in _strips(number, part, weights):
+                    groups.setdefault(columns, []).append(strip)
+        self._batches = [batch for columns, strips in groups.items() for batch in _batches(columns, strips)]
+
+    def compute(self) -> list[int]:
+        """Of each box as it is now, below 2**64."""
+        totals = [0] * self._count
+        for batch in self._batches:
+            for strip, sums in zip(batch.strips, batch.row_sums(), strict=True):
+                totals[strip.box] += int(np.dot(sums, strip.weights))
+        return [total % (1 << 64) for total in totals]
+
+
+def box_checksum(view: torch.Tensor, box: Box, shape: Sequence[int], *casts: torch.dtype) -> int:
+    """The checksum of one box that is given as a whole; the arguments are those of `BoxView`.
 
     >>> tensor = torch.arange(12.0).view(3, 4)
     >>> whole = box_checksum(tensor, Box.full((3, 4)), (3, 4))
@@ -58,15 +95,7 @@ def box_checksum(view: torch.Tensor, box: Box, shape: Sequence[int], *casts: tor
     >>> added(left, right) == whole
     True
     """
-    if not box.numel:
-        return 0
-    view, starts, sizes = view.detach(), [span.start for span in box.spans], list(shape)
-    # Fewer than two dims are seen as one row.
-    padding = 2 - len(sizes)
-    if padding > 0:
-        view, starts, sizes = view.reshape(1, -1), [0] * padding + starts, [1] * padding + sizes
-    rows = _rows(starts[:-1], view.shape[:-1], sizes[:-1])
-    return added(*(_slab(slab, of, starts[-1], sizes[-1], casts) for slab, of in _slabs(view, rows)))
+    return Checksums([[BoxView(view, box, shape, casts)]]).compute()[0]
 
 
 def added(*checksums: int) -> int:
@@ -86,61 +115,126 @@ def weighted(numbers: Sequence[int], checksums: Sequence[int]) -> int:
     return added(*(weight * checksum for weight, checksum in zip(weights, checksums, strict=True)))
 
 
-def _rows(starts: Sequence[int], counts: Sequence[int], sizes: Sequence[int]) -> Words:
-    """The global number of each row, shaped as the dims before the last."""
-    found = np.zeros((), dtype=np.uint64)
-    for start, count, size in zip(starts, counts, sizes, strict=True):
-        found = found[..., None] * np.uint64(size) + np.arange(start, start + count, dtype=np.uint64)
-    return found
+class _Place(NamedTuple):
+    """Rows of a box, dim by dim but the last, and a block of the columns of its tensor."""
+
+    starts: tuple[int, ...]
+    counts: tuple[int, ...]
+    sizes: tuple[int, ...]
+    block: int
+    blocks: int
+
+    def weights(self) -> Words:
+        """a1 and a2 of each row, shape [rows, 2]."""
+        rows = np.zeros((), dtype=np.uint64)
+        for start, count, size in zip(self.starts, self.counts, self.sizes, strict=True):
+            rows = rows[..., None] * np.uint64(size) + np.arange(start, start + count, dtype=np.uint64)
+        return _row_weights(rows.reshape(-1), self.block, self.blocks)
 
 
-def _slabs(view: torch.Tensor, rows: Words) -> Iterator[tuple[torch.Tensor, Words]]:
-    """The view as matrices, with the numbers of their rows; nothing large is copied."""
-    if view.dim() == 2:
-        yield view, rows
+class _Columns(NamedTuple):
+    """Lanes of a block: what rows have in common that one matrix product sums."""
+
+    first: int
+    width: int
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class _Strip:
+    """Rows of the box of this number, at most a chunk of them; `weights` has two numbers for each, flat."""
+
+    box: int
+    matrix: torch.Tensor
+    casts: Sequence[torch.dtype]
+    weights: Words
+
+    def lanes(self) -> torch.Tensor:
+        """The rows' lanes, as integers."""
+        matrix = self.matrix
+        for dtype in self.casts:
+            matrix = matrix.to(dtype)
+        if matrix.stride(-1) != 1:
+            # A copy makes what follows faster. `contiguous` leaves the stride of a single column as it is.
+            matrix = matrix.clone(memory_format=torch.contiguous_format)
+        return matrix.view(torch.uint8 if matrix.element_size() == 1 else torch.int16)
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Strips that are summed together."""
+
+    columns: _Columns
+    strips: Sequence[_Strip]
+
+    def row_sums(self) -> list[Words]:
+        """The sums over both column weights of each strip's rows, flat."""
+        first, width, device = self.columns
+        heights = [len(strip.matrix) for strip in self.strips]
+        buffer = torch.empty(sum(heights), width, dtype=torch.float64, device=device)
+        for part, strip in zip(torch.split(buffer, heights), self.strips, strict=True):
+            part.copy_(strip.lanes())
+        sums = torch.mm(buffer, _column_weights(device)[first : first + width])
+        exact = sums.cpu().numpy().astype(np.int64).view(np.uint64).reshape(-1)
+        ends = np.cumsum(heights)[:-1] * 2
+        return np.split(exact, ends)
+
+
+def _strips(number: int, part: BoxView, weights: dict[_Place, Words]) -> Iterator[tuple[_Columns, _Strip]]:
+    """A part of box `number`, cut into strips; `weights` are those of places that were seen before."""
+    if not part.box.numel:
         return
-    try:
-        yield view.view(-1, view.shape[-1]), rows.reshape(-1)
-    except RuntimeError:
-        if view.numel() <= _SMALL:
-            yield view.reshape(-1, view.shape[-1]), rows.reshape(-1)
-            return
-        for index, part in enumerate(view):
-            yield from _slabs(part, rows[index])
-
-
-def _slab(slab: torch.Tensor, rows: Words, first: int, size: int, casts: Sequence[torch.dtype]) -> int:
-    """Of a matrix whose column 0 is column `first` of a tensor whose rows have `size` elements."""
-    dtype = casts[-1] if casts else slab.dtype
+    view, starts, sizes = part.view.detach(), part.box.offset, tuple(part.shape)
+    # Fewer than two dims are seen as one row.
+    padding = 2 - len(sizes)
+    if padding > 0:
+        view, starts, sizes = view.reshape(1, -1), (0,) * padding + starts, (1,) * padding + sizes
+    dtype = part.casts[-1] if part.casts else view.dtype
     lanes = max(1, dtype.itemsize // 2)
-    step, blocks = _LANES // lanes, -(-size * lanes // _LANES)
-    weights = _column_weights(slab.device)
-    most = _CHUNK if slab.device.type == "cpu" else _GPU_CHUNK
-    total, start = 0, 0
-    while start < slab.shape[1]:
-        block, inside = divmod(first + start, step)
-        stop = min(slab.shape[1], start + step - inside)
-        column = weights[inside * lanes : (inside + stop - start) * lanes]
-        count = max(1, most // len(column))
-        buffer = torch.empty(min(count, len(slab)), len(column), dtype=torch.float64, device=slab.device)
-        sums = torch.empty(len(slab), 2, dtype=torch.float64, device=slab.device)
-        for row in range(0, len(slab), count):
-            chunk = _bits(slab[row : row + count, start:stop], casts)
-            torch.mm(buffer[: len(chunk)].copy_(chunk), column, out=sums[row : row + count])
-        exact = sums.cpu().numpy().astype(np.int64).view(np.uint64)
-        total += int(np.sum(exact * _row_weights(rows, block, blocks), dtype=np.uint64))
-        start = stop
-    return total
+    step, blocks = _LANES // lanes, -(-sizes[-1] * lanes // _LANES)
+    most = _CHUNK if view.device.type == "cpu" else _GPU_CHUNK
+    for matrix, first_rows, counts in _matrices(view, starts[:-1]):
+        start = 0
+        while start < matrix.shape[1]:
+            block, inside = divmod(starts[-1] + start, step)
+            stop = min(matrix.shape[1], start + step - inside)
+            columns = _Columns(inside * lanes, (stop - start) * lanes, view.device)
+            place = _Place(first_rows, counts, sizes[:-1], block, blocks)
+            if place not in weights:
+                weights[place] = place.weights()
+            count = max(1, most // columns.width)
+            for row in range(0, len(matrix), count):
+                own = weights[place][row : row + count].reshape(-1)
+                yield columns, _Strip(number, matrix[row : row + count, start:stop], part.casts, own)
+            start = stop
 
 
-def _bits(chunk: torch.Tensor, casts: Sequence[torch.dtype]) -> torch.Tensor:
-    """The lanes of a matrix, as integers."""
-    for dtype in casts:
-        chunk = chunk.to(dtype)
-    if chunk.stride(-1) != 1:
-        # A copy makes what follows faster. `contiguous` leaves the stride of a single column as it is.
-        chunk = chunk.clone(memory_format=torch.contiguous_format)
-    return chunk.view(torch.uint8 if chunk.element_size() == 1 else torch.int16)
+def _matrices(
+    view: torch.Tensor, starts: tuple[int, ...]
+) -> Iterator[tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]]:
+    """The view as matrices, which share its memory, each with the start and the count of its rows in each dim."""
+    counts = tuple(view.shape[:-1])
+    try:
+        yield view.view(-1, view.shape[-1]), starts, counts
+    except RuntimeError:
+        for index, part in enumerate(view):
+            for matrix, first, count in _matrices(part, starts[1:]):
+                yield matrix, (starts[0] + index, *first), (1, *count)
+
+
+def _batches(columns: _Columns, strips: Sequence[_Strip]) -> Iterator[_Batch]:
+    """Of strips of equal columns: as many together as make a chunk."""
+    most = (_CHUNK if columns.device.type == "cpu" else _GPU_CHUNK) // columns.width
+    batch: list[_Strip] = []
+    height = 0
+    for strip in strips:
+        if batch and height + len(strip.matrix) > most:
+            yield _Batch(columns, batch)
+            batch, height = [], 0
+        batch.append(strip)
+        height += len(strip.matrix)
+    if batch:
+        yield _Batch(columns, batch)
 
 
 @cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, Literal, Self, get_args
@@ -16,7 +16,6 @@ from refit_transport.config.settings import RefitSettings
 from refit_transport.connect import connect_fabric
 from refit_transport.errors import LayoutError, RefitTransportError, TransferError, VersionError
 from refit_transport.fabrics.base import Fabric, Phase, Spent
-from refit_transport.fabrics.binding import Binding
 from refit_transport.fabrics.deadline import Deadline
 from refit_transport.fabrics.rendezvous import ControlChannel, telling_others
 from refit_transport.introduction import introduce
@@ -24,11 +23,12 @@ from refit_transport.memory import check_apart
 from refit_transport.refit_plan import RefitPlan
 from refit_transport.report import RankReport, RefitReport
 from refit_transport.scheduling.topology import Topology
+from refit_transport.session_checks import SessionChecks
 from refit_transport.sources.base import Source
 from refit_transport.staging import StagedTarget
 from refit_transport.targets.base import Target
 from refit_transport.transports.base import Endpoint
-from refit_transport.verification import SAMPLED_SHARE, Atoms, Comparison, Findings, compare, compare_derived
+from refit_transport.verification import Comparison
 
 
 class RefitSession:
@@ -55,7 +55,7 @@ class RefitSession:
         self._verified = 0
         self._forms: dict[tuple[str, str], tuple[torch.dtype, torch.Size, tuple[int, ...]]] = {}
         self._attempts = self._comparisons = 0
-        self._are_replicas_equal = False
+        self._checks = SessionChecks(channel, endpoint, plan)
         # Of all ranks about the last refit, on rank 0.
         self._reports: list[dict[str, Any]] = []
         # What this rank published for the present attempt, last, and for the one before.
@@ -196,26 +196,27 @@ class RefitSession:
             return
         with self._spent.timing("load"):
             target.apply()
-        if self._settings.verify != "off":
+        if self._checks.are_on:
             with self._timed("verify"):
                 target.check(version)
-                self._verify_derived(version)
+                self._verified += self._checks.derived(version, self._attempts)
 
     def _deliver(self, version: int, deadline: Deadline) -> None:
         target = self._endpoint.target
         self._check_forms("target", {} if target is None else target.buffers())
         with self._timed("verify"):
-            self._verify_replicas(deadline)
-        for transport in self._plan.transports.values():
-            self._spent.add(transport.run(self._endpoint, self._fabric, deadline=deadline))
+            self._checks.replicas(version, deadline)
+        with self._checks.reading_sources(self._attempts) as held:
+            for transport in self._plan.transports.values():
+                self._spent.add(transport.run(self._endpoint, self._fabric, deadline=deadline))
         with self._timed("verify"):
-            self._verify(version, deadline)
+            self._verified = self._checks.arrived(version, self._attempts, held, deadline)
         if target is not None:
             with self._spent.timing("load"):
                 target.finish()
         if self._settings.commit == "in_place":
             with self._timed("verify"):
-                self._verify_derived(version)
+                self._verified += self._checks.derived(version, self._attempts)
 
     def run(self, version: int) -> RefitReport | None:
         """`begin`, `transfer` and `finish` in one call, for ranks that no engine drives."""
@@ -232,15 +233,10 @@ class RefitSession:
         self._comparisons += 1
         topic, deadline = f"asked-{self._comparisons}", Deadline(self._settings.timeout_s)
         with self._guarded("compare"):
-            verifier, target = self._plan.verifier, self._endpoint.target
             served = self._endpoint.served_binding()
             self._check_forms("served", {} if served is None else served.buffers)
-            chosen = verifier.atoms(0, share="full")
-            own = self._compare(chosen, self._endpoint.source_binding(), served, topic, deadline)
-            parts = [own.comparison(self.version, verifier.unverified)]
-            if target is not None:
-                parts.append(compare_derived(target, self._channel.rank).comparison(self.version, {}))
-            self._channel.publish(f"found/{topic}", Comparison.joined(parts).to_json())
+            own = self._checks.everything(served, topic, self.version, deadline)
+            self._channel.publish(f"found/{topic}", own.to_json())
             everyone = range(self._channel.world_size)
             found = self._channel.collect(f"found/{topic}", everyone, deadline=deadline)
             # Whoever has published this has read all of the comparison before.
@@ -262,55 +258,6 @@ class RefitSession:
         self._state = "closed"
         self._fabric.close()
         self._channel.close()
-
-    def _verify_replicas(self, deadline: Deadline) -> None:
-        """Once, before any byte moves: a tensor that several source ranks hold must have one value."""
-        if self._settings.verify == "off" or self._are_replicas_equal:
-            return
-        shared = [atoms for atoms in self._plan.verifier.atoms(0, share="full") if len(atoms.holders) > 1]
-        found = self._compare(shared, self._endpoint.source_binding(), None, "before", deadline)
-        found.comparison(self.version, {}).require_equal()
-        self._channel.agree("the sources' replicas/before", None, deadline=deadline)
-        self._channel.forget(("checksums/before", "boxes/before"))
-        self._are_replicas_equal = True
-
-    def _verify(self, version: int, deadline: Deadline) -> None:
-        if self._settings.verify == "off":
-            return
-        chosen = self._plan.verifier.atoms(self._attempts, share=self._settings.verify)
-        source, target = self._endpoint.source_binding(), self._endpoint.target_binding()
-        found = self._compare(chosen, source, target, str(self._attempts), deadline).comparison(version, {})
-        if source is not None:
-            found.require_equal("replica")
-            self._channel.publish(f"replicas/{self._attempts}", "agree")
-        if target is not None:
-            # Where replicas differ, that is the cause of what a target finds.
-            self._channel.collect(f"replicas/{self._attempts}", self._source_ranks, deadline=deadline)
-            self._verified = found.require_equal().boxes
-
-    def _verify_derived(self, version: int) -> None:
-        if self._settings.verify == "off" or self._endpoint.target is None:
-            return
-        every = SAMPLED_SHARE if self._settings.verify == "sample" else 1
-        found = compare_derived(self._endpoint.target, self._channel.rank, every=every, first=self._attempts)
-        self._verified += found.comparison(version, {}).require_equal().boxes
-
-    def _compare(
-        self, chosen: Sequence[Atoms], source: Binding | None, target: Binding | None, topic: str, deadline: Deadline
-    ) -> Findings:
-        return compare(
-            self._channel,
-            chosen,
-            source=source,
-            target=target,
-            sources=self._source_ranks,
-            topic=topic,
-            deadline=deadline,
-        )
-
-    @property
-    def _source_ranks(self) -> list[int]:
-        return [ranked.rank for ranked in self._plan.job.source.ranks]
 
     def _check_forms(self, role: Literal["target", "served"], target: Mapping[str, torch.Tensor]) -> None:
         """Storage may move between refits; with another dtype, shape or stride it isn't what the manifest describes."""

@@ -7,7 +7,7 @@ their own memory. Only where two sums differ does a rank look at the checksums o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice, pairwise
 from typing import Any, Literal, Self
@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 import numpy as np
 import torch
 
-from refit_transport.checksum import added, box_checksum, weighted
+from refit_transport.checksum import BoxView, Checksums, box_checksum, weighted
 from refit_transport.errors import AgreementError, RefitTransportError, VerificationError
 from refit_transport.fabrics.binding import Binding, Part
 from refit_transport.fabrics.deadline import Deadline
@@ -149,38 +149,87 @@ class Verifier:
         return chosen
 
 
+# Of every copy of each box of a class, by the number of the class; a source has one copy.
+SideSums = Mapping[int, Sequence[Sequence[int]]]
+
+
+class BoxesHere:
+    """A rank's part of the chosen boxes as one side has them, bound to the memory that it has now."""
+
+    def __init__(self, chosen: Sequence[Atoms], copies_of: Callable[[Atoms, int], Sequence[Sequence[BoxView]]]) -> None:
+        """`copies_of` gives every copy of a box, each as disjoint parts; none where the rank lacks a part of it."""
+        views: list[Sequence[BoxView]] = []
+        self._copies: dict[int, list[range]] = {}
+        for atoms in chosen:
+            self._copies[atoms.number] = []
+            for row in atoms.rows:
+                found = copies_of(atoms, row)
+                self._copies[atoms.number].append(range(len(views), len(views) + len(found)))
+                views += found
+        self._checksums = Checksums(views)
+
+    @classmethod
+    def of_source(cls, binding: Binding, chosen: Sequence[Atoms]) -> Self:
+        """What a source rank holds, once each, and converted as on its way into the target."""
+
+        def held(atoms: Atoms, row: int) -> Sequence[Sequence[BoxView]]:
+            tensor, box = atoms.plan.tensors[atoms.plan.tensor[row]], atoms.plan.box(row)
+            dtypes = (tensor.source_dtype, tensor.wire_dtype, tensor.target_dtype)
+            casts = [torch_dtype(dtype) for before, dtype in pairwise(dtypes) if dtype != before]
+            return [_disjoint(binding.cover(tensor.name, box), tensor.shape, casts)]
+
+        rank = binding.manifest.rank
+        return cls([atoms for atoms in chosen if rank in atoms.holders], held)
+
+    @classmethod
+    def of_target(cls, binding: Binding, chosen: Sequence[Atoms]) -> Self:
+        """What a target rank serves: each copy of what it wants."""
+
+        def served(atoms: Atoms, row: int) -> Sequence[Sequence[BoxView]]:
+            tensor, box = atoms.plan.tensors[atoms.plan.tensor[row]], atoms.plan.box(row)
+            return [_disjoint(parts, tensor.shape) for parts in _copies(binding.parts(tensor.name, box), box)]
+
+        rank = binding.manifest.rank
+        return cls([atoms for atoms in chosen if rank in atoms.wanters], served)
+
+    def checksums(self) -> SideSums:
+        """As the memory is now."""
+        sums = self._checksums.compute()
+        return {number: [[sums[copy] for copy in copies] for copies in found] for number, found in self._copies.items()}
+
+
 def compare(
     channel: ControlChannel,
     chosen: Sequence[Atoms],
     *,
-    source: Binding | None,
-    target: Binding | None,
+    held: SideSums | None,
+    served: BoxesHere | None,
     sources: Sequence[int],
     topic: str,
     deadline: Deadline,
 ) -> Findings:
     """Compares this rank's part of the chosen boxes; every rank that has a side calls it, and none waits for targets.
 
-    A box of which `target` lacks a part (the engine keeps its own layout of it) is left out and listed.
+    A box of which a target lacks a part (the engine keeps its own layout of it) is left out and listed.
 
     Args:
         channel: this rank's.
         chosen: the same on every rank.
-        source: this rank's source, with the memory that it has now.
-        target: this rank's target, likewise.
+        held: what this rank's source has; None where it is none.
+        served: what its target has; likewise.
         sources: the ranks with sources.
         topic: a name that no other comparison on this channel has.
         deadline: until when the sources must have answered.
     """
     rank, found = channel.rank, Findings()
-    held: dict[int, list[int]] = {}
-    if source is not None:
-        held = {atoms.number: _held_checksums(source, atoms) for atoms in chosen if rank in atoms.holders}
-        mine = {str(a.number): held[a.number] for a in chosen if a.holders[0] == rank}
-        # Whoever finds a difference reads these too, so they must be there first.
-        channel.publish(f"boxes/{topic}", mine)
-        totals_here = {str(a.number): weighted(a.rows, held[a.number]) for a in chosen if a.holders[0] == rank}
-        channel.publish(f"checksums/{topic}", totals_here)
+    own = {number: [copies[0] for copies in boxes] for number, boxes in (held or {}).items()}
+    if held is not None:
+        first = [atoms for atoms in chosen if atoms.holders[0] == rank]
+        boxes = {str(atoms.number): own[atoms.number] for atoms in first}
+        sums = {str(atoms.number): weighted(atoms.rows, own[atoms.number]) for atoms in first}
+        # Whoever finds a difference reads the boxes too.
+        channel.publish_all({f"boxes/{topic}": boxes, f"checksums/{topic}": sums})
+    there = {} if served is None else served.checksums()
     parts = channel.collect(f"checksums/{topic}", sources, deadline=deadline)
     totals = {int(number): total for part in parts for number, total in part.items()}
 
@@ -191,11 +240,10 @@ def compare(
 
     for atoms in chosen:
         total = totals[atoms.number]
-        if atoms.number in held and atoms.holders[0] != rank and weighted(atoms.rows, held[atoms.number]) != total:
-            copies = [[checksum] for checksum in held[atoms.number]]
-            found.add_differences("replica", atoms, copies, in_detail(atoms), rank)
-        if target is not None and rank in atoms.wanters:
-            copies = [_served_checksums(target, atoms, row) for row in atoms.rows]
+        mine = own.get(atoms.number)
+        if mine is not None and atoms.holders[0] != rank and weighted(atoms.rows, mine) != total:
+            found.add_differences("replica", atoms, [[checksum] for checksum in mine], in_detail(atoms), rank)
+        if (copies := there.get(atoms.number)) is not None:
             found.add_compared(atoms, copies, rank)
             if not _add_up(atoms, copies, total):
                 found.add_differences("target", atoms, copies, in_detail(atoms), rank)
@@ -267,39 +315,23 @@ def _add_up(atoms: Atoms, copies: Sequence[Sequence[int]], total: int) -> bool:
     return all(weighted(atoms.rows, sums) == total for sums in nth)
 
 
-def _held_checksums(binding: Binding, atoms: Atoms) -> list[int]:
-    """Of each box as a source rank holds it, converted as on its way into the target."""
-    found = []
-    for row in atoms.rows:
-        tensor, box = atoms.plan.tensors[atoms.plan.tensor[row]], atoms.plan.box(row)
-        dtypes = (tensor.source_dtype, tensor.wire_dtype, tensor.target_dtype)
-        casts = [torch_dtype(dtype) for before, dtype in pairwise(dtypes) if dtype != before]
-        found.append(_checksum(binding.cover(tensor.name, box), box, tensor.shape, casts))
-    return found
-
-
-def _served_checksums(binding: Binding, atoms: Atoms, row: int) -> list[int]:
-    """Of each copy of a box that a target rank holds; none where it lacks a part of it."""
-    tensor, box = atoms.plan.tensors[atoms.plan.tensor[row]], atoms.plan.box(row)
-    return [_checksum(parts, box, tensor.shape) for parts in _copies(binding.parts(tensor.name, box), box)]
-
-
-def _checksum(parts: Sequence[Part], box: Box, shape: Sequence[int], casts: Sequence[torch.dtype] = ()) -> int:
-    if sum(part.box.numel for part in parts) > box.numel:
-        # Parts that overlap hold equal values, which must count once.
-        whole = torch.empty(box.shape, dtype=parts[0].view.dtype, device=parts[0].view.device)
-        for part in parts:
-            box_view(whole, box, part.box).copy_(part.view)
-        return box_checksum(whole, box, shape, *casts)
-    return added(*(box_checksum(part.view, part.box, shape, *casts) for part in parts))
-
-
 def _copies(parts: Sequence[Part], box: Box) -> list[list[Part]]:
     """A target may keep a box twice (tied weights): each whole copy, and what is left if it makes up another."""
     whole = [part for part in parts if part.box == box]
     rest = [part for part in parts if part.box != box]
     complete = sum(part.box.numel for part in rest) >= box.numel
     return [[part] for part in whole] + ([rest] if complete else [])
+
+
+def _disjoint(parts: Sequence[Part], shape: Sequence[int], casts: Sequence[torch.dtype] = ()) -> list[BoxView]:
+    """Parts that overlap hold equal values, which must count once: of each, what those before leave."""
+    found: list[BoxView] = []
+    for part in parts:
+        rest = [part.box]
+        for before in found:
+            rest = [left for box in rest for left in box.minus(before.box)]
+        found += [BoxView(box_view(part.view, part.box, box), box, shape, casts) for box in rest]
+    return found
 
 
 def _whole_checksum(tensor: torch.Tensor) -> tuple[int, torch.Size, torch.dtype]:

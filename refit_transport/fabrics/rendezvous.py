@@ -133,9 +133,13 @@ class ControlChannel:
 
     def publish(self, topic: str, value: Any) -> None:
         """Makes this rank's JSON value for a topic visible to all."""
-        key = f"{topic}/{self.rank}"
-        self._own.add(key)
-        self._ask(topic, {"op": "set", "keys": [key]}, [encode(value)])
+        self.publish_all({topic: value})
+
+    def publish_all(self, values: Mapping[str, Any]) -> None:
+        """Publishes several at once, by topic."""
+        keys = [f"{topic}/{self.rank}" for topic in values]
+        self._own.update(keys)
+        self._ask(next(iter(values)), {"op": "set", "keys": keys}, [encode(value) for value in values.values()])
 
     def collect(self, topic: str, ranks: Iterable[int], *, deadline: Deadline) -> list[Any]:
         """The values of these ranks for a topic, in the given order.

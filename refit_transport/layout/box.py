@@ -84,6 +84,23 @@ class Box:
             spans.append(common)
         return Box(tuple(spans))
 
+    def minus(self, other: Box) -> list[Box]:
+        """What `other` leaves of this box, cut into disjoint boxes.
+
+        >>> [str(rest) for rest in Box.of((0, 4), (0, 4)).minus(Box.of((1, 9), (0, 3)))]
+        ['[0:1, 0:4]', '[1:4, 3:4]']
+        """
+        common = self.intersect(other)
+        if common is None:
+            return [self]
+        rest, spans = [], list(self.spans)
+        for dim, (own, cut) in enumerate(zip(self.spans, common.spans, strict=True)):
+            for start, stop in ((own.start, cut.start), (cut.stop, own.stop)):
+                if start < stop:
+                    rest.append(Box((*spans[:dim], Span(start, stop), *spans[dim + 1 :])))
+            spans[dim] = cut
+        return rest
+
     def contains(self, other: Box) -> bool:
         return all(
             mine.start <= theirs.start and theirs.stop <= mine.stop

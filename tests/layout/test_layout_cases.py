@@ -23,7 +23,7 @@ from refit_transport.testing.delivery import deliver
 from refit_transport.testing.oracle import HeldSide, coordinate_tensor
 from refit_transport.testing.strategies import manifest_pairs
 from refit_transport.transports.base import Job
-from refit_transport.verification import _held_checksums, _served_checksums
+from refit_transport.verification import BoxesHere
 
 
 def side(role, layouts, *, dtype="float32"):
@@ -129,13 +129,13 @@ def test_checksums_are_over_true_rows():
 
 def checksums_of(held, wanted, chosen):
     """For each box, the first holder's checksum and those of all wanters."""
-    found = []
-    for atoms in chosen:
-        sums = _held_checksums(held.bindings[atoms.holders[0]], atoms)
-        for row, expected in zip(atoms.rows, sums, strict=True):
-            served = {s for rank in atoms.wanters for s in _served_checksums(wanted.bindings[rank], atoms, row)}
-            found.append((expected, served))
-    return found
+    here = {rank: BoxesHere.of_source(binding, chosen).checksums() for rank, binding in held.bindings.items()}
+    there = {rank: BoxesHere.of_target(binding, chosen).checksums() for rank, binding in wanted.bindings.items()}
+    return [
+        (expected, {served for rank in atoms.wanters for served in there[rank][atoms.number][index]})
+        for atoms in chosen
+        for index, [expected] in enumerate(here[atoms.holders[0]][atoms.number])
+    ]
 
 
 def test_true_sizes_that_differ_are_refused_with_both():

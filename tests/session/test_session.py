@@ -215,10 +215,14 @@ def test_moved_storage_is_followed_and_another_form_is_refused(rank):
         if channel.rank == rank:
             buffers = side.bindings[rank].buffers
             buffers[name] = buffers[name].clone()
-        session.run(2)
         channel.agree("moved/0", "", deadline=Deadline(20.0))
         if channel.rank == 0:
-            assert cluster.wanted.differences(weights(1)) == []
+            cluster.set_version(2)
+        channel.agree("trained/0", "", deadline=Deadline(20.0))
+        session.run(2)
+        channel.agree("arrived/0", "", deadline=Deadline(20.0))
+        if channel.rank == 0:
+            assert cluster.wanted.differences(weights(2)) == []
         channel.agree("checked/0", "", deadline=Deadline(20.0))
         if channel.rank == rank:
             buffers[name] = torch.zeros(buffers[name].numel() * 2, dtype=torch.float16)[::2]

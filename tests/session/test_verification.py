@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from test_session import EXPERTS, SHAPES, WORLD, Cluster, weights
 from test_session import settings as refit_settings
 
-from refit_transport.checksum import Derived
+from refit_transport.checksum import Checksums, Derived, box_checksum
 from refit_transport.config.settings import RefitSettings
 from refit_transport.errors import AgreementError, TransferError, VerificationError
+from refit_transport.fabrics.binding import Binding
 from refit_transport.fabrics.deadline import Deadline
 from refit_transport.layout.box import Box
 from refit_transport.layout.manifest import Manifest, Piece, RankManifest, TensorSpec
@@ -23,7 +24,8 @@ from refit_transport.testing.sides import HeldSource, HeldTarget
 from refit_transport.testing.strategies import manifest_pairs
 from refit_transport.testing.threads import run_ranks
 from refit_transport.transports.base import Job
-from refit_transport.verification import compare_derived
+from refit_transport.verification import BoxesHere, _disjoint, compare_derived
+from refit_transport.views import box_view
 
 NORM = "model.norm.weight"
 
@@ -270,8 +272,6 @@ def test_comparisons_leave_nothing_behind():
 @given(manifest_pairs(ranks="any"), st.data())
 def test_any_layouts_agree_box_by_box_and_any_changed_element_is_in_the_box_that_is_named(pair, data):
     """The checksums alone, without a channel: what sources publish against what targets find."""
-    from refit_transport.verification import _held_checksums, _served_checksums
-
     source, target = pair
     ranks = {ranked.rank for side in pair for ranked in side.ranks}
     kind = data.draw(st.sampled_from(({"coverage": "all"}, {"transport": "gather_broadcast"})))
@@ -281,14 +281,15 @@ def test_any_layouts_agree_box_by_box_and_any_changed_element_is_in_the_box_that
     chosen = RefitPlan(job).verifier.atoms(0, share="full")
 
     def differing():
+        here = {rank: BoxesHere.of_source(binding, chosen).checksums() for rank, binding in held.bindings.items()}
+        there = {rank: BoxesHere.of_target(binding, chosen).checksums() for rank, binding in wanted.bindings.items()}
         found = []
         for atoms in chosen:
             for rank in atoms.wanters:
-                expected = _held_checksums(held.bindings[atoms.holders[0]], atoms)
-                for row, checksum in zip(atoms.rows, expected, strict=True):
-                    copies = _served_checksums(wanted.bindings[rank], atoms, row)
+                for index, row in enumerate(atoms.rows):
+                    copies = there[rank][atoms.number][index]
                     assert copies
-                    if set(copies) != {checksum}:
+                    if set(copies) != set(here[atoms.holders[0]][atoms.number][index]):
                         found.append((atoms.plan.name(row), atoms.plan.box(row), rank))
         return found
 
@@ -324,3 +325,19 @@ def test_derived_tensors_of_another_shape_or_dtype_differ():
     found = compare_derived(Target(), 3)
     assert (found.boxes, found.differing) == (3, 2)
     assert [each.tensor for each in found.first] == ["shape", "dtype"]
+
+
+SPANS = st.integers(0, 4).flatmap(lambda start: st.tuples(st.just(start), st.integers(start + 1, 5)))
+
+
+@given(st.lists(st.tuples(SPANS, SPANS), max_size=4))
+def test_parts_that_overlap_count_once(cuts):
+    """A source's pieces may lie over each other, with equal values in memory of their own."""
+    shape = (5, 5)
+    tensor, whole = coordinate_tensor("w", shape, "float32"), Box.full(shape)
+    boxes = [*(Box.of(*spans) for spans in cuts), Box.of((0, 3), (0, 5)), Box.of((2, 5), (0, 5))]
+    buffers = {str(number): box_view(tensor, whole, box).clone() for number, box in enumerate(boxes)}
+    pieces = tuple(Piece("w", box, str(number), 0, (box.shape[1], 1)) for number, box in enumerate(boxes))
+    binding = Binding.of(RankManifest(0, "source", (TensorSpec("w", shape, "float32"),), pieces), buffers)
+    parts = _disjoint(binding.cover("w", whole), shape)
+    assert Checksums([parts]).compute() == [box_checksum(tensor, whole, shape)]
