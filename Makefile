@@ -31,7 +31,7 @@ test: check ## Everything that CI runs: the checks, then all tests
 bench: $(VENV)/.installed ## All figures against their limits, as root; writes bench-output/ (minutes)
 	$(BIN)/refit-transport bench --plan --lab --output bench-output
 
-faults: $(VENV)/.installed ## Strike refits some 800 times, as root; writes docs/reliability.md (half an hour)
+faults: $(VENV)/.installed ## Strike refits some 650 times, as root; writes docs/reliability.md (a quarter of an hour)
 	rm -f $(FAULTS)
 	mkdir -p $(dir $(FAULTS))
 	PYTHONPATH=tests $(BIN)/python -m faults.reliability run $(FAULTS)

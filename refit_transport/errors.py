@@ -182,6 +182,11 @@ class TransferError(_FieldError):
 
 
 @dataclass(eq=False)
+class PeerLateError(TransferError):
+    """A peer didn't do its part within the deadline; `peer` is -1 where it isn't known which."""
+
+
+@dataclass(eq=False)
 class DeadlineError(_FieldError):
     """Something that must answer didn't within its deadline (seconds)."""
 

@@ -15,6 +15,10 @@ from refit_transport.fabrics.frames import Frame, FrameError
 _CROWDED = 1024
 _MOST_PATIENCE_S = 1e9
 _LEFT = "it left the refit"
+# Ranks whose deadlines began at the same agreement give up this close to each other: whoever is silent for longer than
+# that after the first of them isn't one that waits.
+_HEARING_S = 0.5
+_MOST_NAMED = 4
 
 
 class Caller(Protocol):
@@ -69,11 +73,30 @@ class _Vote:
         return self.ballot.is_open
 
 
+@dataclass(eq=False, slots=True)
+class _Hearing:
+    """Somebody has waited in vain, maybe for one that waits itself: who is silent is known when it is over.
+
+    `heard` are the ranks that are known to do something; `callers` wait for what it comes to. Where it began with a
+    vote that `missing` kept waiting, its rank hears it as the answer to that.
+    """
+
+    rank: int
+    host: str
+    reason: str
+    heard: set[int]
+    vote: _Vote | None = None
+    missing: int = -1
+    callers: list[Caller] = field(default_factory=list)
+    is_open: bool = True
+
+
 class Board:
     """Values by key, agreements, and the first failure that any rank told or suffered.
 
     A failure answers everybody who waits and everybody who asks for something that others must still bring: a session
-    has one, and then it is over. Times are in seconds of any clock that never goes back.
+    has one, and then it is over. Where it is that somebody has waited in vain, the others are heard first, so that it
+    names who is silent. Times are in seconds of any clock that never goes back.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -83,7 +106,9 @@ class Board:
         self._waiting: dict[str, list[_Wait]] = {}
         self._ballots: dict[str, _Ballot] = {}
         self._left: set[int] = set()
-        self._expiries: list[tuple[float, int, _Wait | _Vote]] = []
+        self._hosts: dict[int, str] = {}
+        self._hearing: _Hearing | None = None
+        self._expiries: list[tuple[float, int, _Wait | _Vote | _Hearing]] = []
         self._order, self._crowded = count(), _CROWDED
         self._requests: dict[str, Callable[[_Request], None]] = {
             "set": self._on_set,
@@ -109,6 +134,11 @@ class Board:
             self._requests[frame.header["op"]](_Request(caller, frame.header, frame.parts, now))
         except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise FrameError("garbage", f"a request that can't be understood: {error!r}") from error
+        self._hosts[caller.rank] = caller.host
+        if self._hearing is not None:
+            self._hearing.heard.add(caller.rank)
+            if len(self._hearing.heard) == self.world_size:
+                self._judge(self._hearing)
 
     def next_expiry(self) -> float | None:
         """When somebody's patience ends next."""
@@ -120,16 +150,20 @@ class Board:
             _, _, waited = heapq.heappop(self._expiries)
             if not waited.is_open:
                 continue
-            if isinstance(waited, _Vote):
-                self._give_up(waited)
+            if isinstance(waited, _Hearing):
+                self._judge(waited)
+            elif isinstance(waited, _Vote):
+                self._give_up(waited, now)
             else:
                 self._close(waited)
                 waited.caller.answer({"late": [key for key in waited.keys if key in waited.missing]})
 
     def leave(self, rank: int) -> None:
-        """A rank goes in order: agreements that still need it will never come."""
+        """A rank goes in order: agreements and values that it still owes will never come."""
         self._left.add(rank)
-        if any(rank not in ballot.votes for ballot in self._ballots.values()):
+        if any(rank not in ballot.votes for ballot in self._ballots.values()) or any(
+            _is_of(key, rank) for key in self._waiting
+        ):
             self.fail(rank, "", _LEFT)
 
     def has_left(self, rank: int) -> bool:
@@ -138,9 +172,12 @@ class Board:
 
     def fail(self, rank: int, host: str, reason: str) -> None:
         """Keeps the first cause, and answers everybody who waits with it."""
+        self._fail({"rank": rank, "host": host, "reason": reason})
+
+    def _fail(self, failure: dict[str, Any]) -> None:
         if self.failure is not None:
             return
-        self.failure = {"rank": rank, "host": host, "reason": reason}
+        self.failure = failure
         for waits in list(self._waiting.values()):
             for wait in list(waits):
                 if wait.is_open:
@@ -151,6 +188,11 @@ class Board:
             for vote in ballot.votes.values():
                 vote.caller.answer({"failure": self.failure})
         self._ballots.clear()
+        if self._hearing is not None:
+            self._hearing.is_open = False
+            for caller in self._hearing.callers:
+                caller.answer({"failure": self.failure})
+            self._hearing = None
 
     def _on_set(self, asked: _Request) -> None:
         keys = _texts(asked.header["keys"])
@@ -165,7 +207,10 @@ class Board:
         missing = {key for key in keys if key not in self._values}
         if not missing:
             self._give(asked.caller, keys)
-        elif self.failure is not None:
+            return
+        if gone := [rank for rank in sorted(self._left) if any(_is_of(key, rank) for key in missing)]:
+            self.fail(gone[0], "", _LEFT)
+        if self.failure is not None:
             asked.caller.answer({"failure": self.failure})
         else:
             patience, wait = _seconds(asked.header["patience"]), _Wait(asked.caller, keys, missing)
@@ -216,14 +261,19 @@ class Board:
             return
         self._ballots[what] = ballot
         vote = ballot.votes[asked.caller.rank] = _Vote(asked.caller, ballot, value, report, patience)
-        if len(ballot.votes) == self.world_size:
+        if len(ballot.votes) == self.world_size and self._hearing is None:
             self._decide(ballot)
         else:
             self._expire_at(asked.now + patience, vote)
 
     def _on_fail(self, asked: _Request) -> None:
-        self.fail(asked.caller.rank, asked.caller.host, str(asked.header["reason"]))
-        asked.caller.answer({"failure": self.failure})
+        caller, reason = asked.caller, str(asked.header["reason"])
+        if asked.header.get("late") and self.failure is None:
+            hearing = self._hear(caller, reason, asked.now)
+            hearing.callers.append(caller)
+            return
+        self.fail(caller.rank, caller.host, reason)
+        caller.answer({"failure": self.failure})
 
     def _on_failure(self, asked: _Request) -> None:
         """Whether there is one is known without a wait."""
@@ -239,14 +289,43 @@ class Board:
             ballot.votes[rank].caller.answer(answer)
         ballot.votes[0].caller.answer(answer, [ballot.votes[rank].report for rank in range(self.world_size)])
 
-    def _give_up(self, vote: _Vote) -> None:
+    def _give_up(self, vote: _Vote, now: float) -> None:
         """Who gives up first ends the agreement for all, so that nobody can agree to what another has given up."""
         ballot, rank = vote.ballot, vote.caller.rank
-        missing = [other for other in range(self.world_size) if other not in ballot.votes]
-        del ballot.votes[rank]
-        vote.caller.answer({"late": missing})
-        late = DeadlineError(f"rank {rank}", f"rank {missing[0]}", f"agree/{ballot.what}", vote.patience)
-        self.fail(rank, vote.caller.host, str(late))
+        missing = next(other for other in range(self.world_size) if other not in ballot.votes)
+        late = DeadlineError(f"rank {rank}", f"rank {missing}", f"agree/{ballot.what}", vote.patience)
+        if self._hearing is None:
+            hearing = self._hear(vote.caller, str(late), now)
+            hearing.vote, hearing.missing = vote, missing
+
+    def _hear(self, caller: Caller, reason: str, now: float) -> _Hearing:
+        """The hearing that is under way, else a new one: who waits for something is heard already."""
+        if self._hearing is None:
+            waiting = {wait.caller.rank for waits in self._waiting.values() for wait in waits}
+            voting = {rank for ballot in self._ballots.values() for rank in ballot.votes}
+            heard = {caller.rank, *waiting, *voting, *self._left}
+            self._hearing = _Hearing(caller.rank, caller.host, reason, heard)
+            self._expire_at(now + _HEARING_S, self._hearing)
+        return self._hearing
+
+    def _judge(self, hearing: _Hearing) -> None:
+        """The failure is the first one's, with the names of those who were not heard."""
+        silent = [rank for rank in range(self.world_size) if rank not in hearing.heard]
+        failure = {"rank": hearing.rank, "host": hearing.host, "reason": hearing.reason}
+        if silent:
+            words = f"nothing is heard of {self._named(silent)}"
+            failure |= {"reason": f"{hearing.reason}; {words}", "silent": words}
+        if (vote := hearing.vote) is not None:
+            del vote.ballot.votes[vote.caller.rank]
+            vote.caller.answer({"late": silent or [hearing.missing]})
+        self._fail(failure)
+
+    def _named(self, ranks: Sequence[int]) -> str:
+        """Ranks and, as far as they ever said anything, their hosts."""
+        hosts = (self._hosts.get(rank, "") for rank in ranks)
+        names = [f"rank {rank}{f' on {host}' if host else ''}" for rank, host in zip(ranks, hosts, strict=True)]
+        more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+        return ", ".join(names[:_MOST_NAMED]) + more
 
     def _put(self, key: str, value: bytes) -> None:
         self._values[key] = value
@@ -269,7 +348,7 @@ class Board:
                 if not waits:
                     del self._waiting[key]
 
-    def _expire_at(self, time: float, waited: _Wait | _Vote) -> None:
+    def _expire_at(self, time: float, waited: _Wait | _Vote | _Hearing) -> None:
         heapq.heappush(self._expiries, (time, next(self._order), waited))
         if len(self._expiries) > self._crowded:
             self._expiries = [expiry for expiry in self._expiries if expiry[2].is_open]
@@ -288,6 +367,11 @@ def _groups(values: Iterable[str | None]) -> list[tuple[str, list[int]]]:
         if value is not None:
             groups.setdefault(value, []).append(rank)
     return list(groups.items())
+
+
+def _is_of(key: str, rank: int) -> bool:
+    """Whether a key is that of a rank's own value."""
+    return key.endswith(f"/{rank}")
 
 
 def _seconds(value: Any) -> float:

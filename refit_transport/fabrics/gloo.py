@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import ProcessGroupGloo, Store, Work
 
-from refit_transport.errors import TransferError
+from refit_transport.errors import PeerLateError, TransferError
 from refit_transport.fabrics.base import Spent
 from refit_transport.fabrics.deadline import Deadline
 from refit_transport.fabrics.program import Program, Step, Transmission
@@ -69,7 +69,8 @@ class GlooFabric:
             self._group: ProcessGroupGloo | None = ProcessGroupGloo(store, rank, world_size, options)
         except (RuntimeError, StoreGoneError, OSError) as error:
             # gloo's own errors, and those of the store that it asks for its peers' addresses.
-            raise TransferError(rank, -1, "connect", "", str(error).splitlines()[0]) from error
+            kind = PeerLateError if deadline.passed else TransferError
+            raise kind(rank, -1, "connect", "", str(error).splitlines()[0]) from error
         try:
             self._prove(world_size, secret, deadline)
         except BaseException:
@@ -89,8 +90,8 @@ class GlooFabric:
                 receives[peer].wait(deadline.timedelta())
             except RuntimeError as error:
                 late = f"it didn't prove itself within {deadline.seconds:g} s (timeout_s)"
-                what = late if deadline.passed else str(error).splitlines()[0]
-                raise TransferError(self._rank, peer, "connect", "", f"gloo: {what}; {_STRANGER}") from error
+                kind, what = (PeerLateError, late) if deadline.passed else (TransferError, str(error).splitlines()[0])
+                raise kind(self._rank, peer, "connect", "", f"gloo: {what}; {_STRANGER}") from error
             proof = found[peer].numpy().tobytes().decode("latin-1")
             if not secret.accepts(proof, "gloo", peer, self._rank):
                 reason = f"gloo: what answers there doesn't know the session's secret; {_STRANGER}"
@@ -264,7 +265,8 @@ class _Execution:
         return replace(error, tensor=error.tensor or steps[self._at].tensor, reason=reason)
 
     def _failure(self, step: Step, transmission: Transmission, error: RuntimeError) -> TransferError:
-        reason = str(error).splitlines()[0]
+        rank, peer, reason = self._program.rank, transmission.peer, str(error).splitlines()[0]
         if self._deadline.passed:
-            reason = f"it was not done within {self._deadline.seconds:g} s"
-        return TransferError(self._program.rank, transmission.peer, "transfer", step.tensor, reason)
+            late = f"it was not done within {self._deadline.seconds:g} s"
+            return PeerLateError(rank, peer, "transfer", step.tensor, late)
+        return TransferError(rank, peer, "transfer", step.tensor, reason)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from refit_transport.errors import TransferError
+from refit_transport.errors import PeerLateError, TransferError
 from refit_transport.fabrics.deadline import Deadline
 
 # Each look asks rank 0's store once.
@@ -65,7 +65,8 @@ class Guard:
         """The error of a block that failed on this rank: what the guard knows, else the given reason."""
         if isinstance(self.cause, TransferError):
             return self.cause
-        return TransferError(rank, peer, "transfer", tensor, f"{self.cause or reason}{where}")
+        kind = TransferError if self.cause is None else PeerLateError
+        return kind(rank, peer, "transfer", tensor, f"{self.cause or reason}{where}")
 
     def _watch(self) -> None:
         while not self._over.wait(min(_LOOK_EVERY_S, max(1e-3, self._deadline.remaining()))):

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from torch._C._distributed_c10d import Store
 
-from refit_transport.errors import AgreementError, DeadlineError, RefitTransportError, TransferError
+from refit_transport.errors import AgreementError, DeadlineError, PeerLateError, RefitTransportError, TransferError
 from refit_transport.fabrics.deadline import Deadline
 from refit_transport.fabrics.frames import Frame, FrameError
 from refit_transport.fabrics.secret import Secret
@@ -206,17 +206,21 @@ class ControlChannel:
         """How many values the store holds, of all ranks."""
         return int(self._ask("count", {"op": "count"}).header["count"])
 
-    def report_failure(self, error: Exception) -> TransferError | None:
-        """Tells the other ranks why this one gives up. Only the first cause is kept; returns it if another rank's."""
+    def report_failure(self, error: Exception) -> RefitTransportError | None:
+        """Tells the other ranks why this one gives up. Only the first cause is kept; returns it if another rank's.
+
+        Who has waited in vain gets its own error back where ranks are silent, with their names.
+        """
         reason = str(error) if isinstance(error, RefitTransportError) else f"{type(error).__name__}: {error}"
-        return self._first("report a failure", {"op": "fail", "reason": reason})
+        header = {"op": "fail", "reason": reason, "late": isinstance(error, DeadlineError | PeerLateError)}
+        cause = self._ask("report a failure", header).header["failure"]
+        if cause["rank"] != self.rank:
+            return self._of_peer(cause)
+        return _naming(error, cause["silent"]) if "silent" in cause else None
 
     def failure(self, deadline: Deadline | None = None) -> TransferError | None:
         """The first failure, if it is another rank's."""
-        return self._first("look for failures", {"op": "failure"}, deadline=deadline)
-
-    def _first(self, phase: str, header: dict[str, Any], *, deadline: Deadline | None = None) -> TransferError | None:
-        cause = self._ask(phase, header, deadline=deadline).header["failure"]
+        cause = self._ask("look for failures", {"op": "failure"}, deadline=deadline).header["failure"]
         return None if cause is None or cause["rank"] == self.rank else self._of_peer(cause)
 
     def _of_peer(self, cause: Mapping[str, Any]) -> TransferError:
@@ -247,6 +251,13 @@ class ControlChannel:
         if header["op"] not in ("fail", "failure") and "failure" in answer.header:
             raise self._of_peer(answer.header["failure"])
         return answer
+
+
+def _naming(error: Exception, silent: str) -> RefitTransportError | None:
+    """The error of who has waited in vain, with the names of those who are silent."""
+    if isinstance(error, DeadlineError):
+        return replace(error, waited_for=f"{error.waited_for} ({silent})")
+    return replace(error, reason=f"{error.reason}; {silent}") if isinstance(error, TransferError) else None
 
 
 @contextmanager

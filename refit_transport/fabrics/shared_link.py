@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from refit_transport.errors import TransferError
+from refit_transport.errors import PeerLateError, TransferError
 from refit_transport.fabrics.deadline import Deadline
 
 # Kind, hop, byte offset and bytes of a slot in the sender's segment; both last are 0 in an acknowledgement.
@@ -110,7 +110,8 @@ class Link:
 
     def _sleep(self, events: int, reason: str, deadline: Deadline) -> None:
         if deadline.passed:
-            raise self._failure(f"{reason} within {deadline.seconds:g} s")
+            late = f"shared memory: {reason} within {deadline.seconds:g} s"
+            raise PeerLateError(self._rank, self._peer, "transfer", "", late)
         self._poll.modify(self._socket, events)
         self._poll.poll(math.ceil(1e3 * min(60.0, deadline.remaining())))
 

@@ -91,6 +91,25 @@ def test_a_failure_answers_everybody_who_waits_and_whoever_asks_for_more() -> No
     assert board._waiting == board._ballots == {}
 
 
+def test_a_rank_that_left_ends_waits_for_its_values_and_no_others() -> None:
+    failure = {"failure": {"rank": 1, "host": "", "reason": "it left the refit"}}
+    board, callers = Board(3), [Caller(rank) for rank in range(3)]
+    get(board, callers[0], "topic/2")
+    board.leave(1)
+    assert callers[0].answers == []
+    get(board, callers[2], "topic/0", "topic/1")
+    assert callers[0].last == callers[2].last == failure
+
+    board, callers = Board(3), [Caller(rank) for rank in range(3)]
+    put(board, callers[1], **{"topic/1": b"was there"})
+    get(board, callers[0], "topic/1", "topic/2")
+    board.leave(1)
+    get(board, callers[0], "topic/1")
+    assert callers[0].answers == [({}, (b"was there",))]
+    get(board, callers[2], "other/1")
+    assert callers[0].last == callers[2].last == failure
+
+
 def test_a_rank_that_left_ends_open_and_later_agreements_but_not_one_in_which_it_has_voted() -> None:
     board, callers = Board(3), [Caller(rank) for rank in range(3)]
     vote(board, callers[2], "x")
@@ -106,6 +125,60 @@ def test_a_rank_that_left_ends_open_and_later_agreements_but_not_one_in_which_it
     vote(board, callers[0], "x")
     board.leave(2)
     assert callers[0].last["failure"]["rank"] == 2
+
+
+def late(board: Board, caller: Caller, reason: str, *, now: float) -> None:
+    ask(board, caller, now, op="fail", reason=reason, late=True)
+
+
+def test_of_ranks_that_wait_for_each_other_the_one_is_named_that_is_silent() -> None:
+    board, callers = Board(4), [Caller(rank) for rank in range(4)]
+    put(board, callers[3], place=b"here")
+    vote(board, callers[0], "x", patience=2.0)
+    board.expire(2.0)
+    late(board, callers[1], "rank 1 waits for rank 2", now=2.1)
+    late(board, callers[2], "rank 2 waits for rank 3", now=2.4)
+    board.expire(2.49)
+    assert [caller.answers for caller in callers[:3]] == [[], [], []]
+    assert board.next_expiry() == 2.5
+    board.expire(2.5)
+    assert callers[0].answers == [({"late": [3]}, ())]
+    failure = callers[1].last["failure"]
+    assert callers[1].answers == callers[2].answers == [({"failure": failure}, ())]
+    assert (failure["rank"], failure["silent"]) == (0, "nothing is heard of rank 3 on host3")
+    assert failure["reason"].endswith(failure["silent"])
+    # It comes back.
+    vote(board, callers[3], "x")
+    assert callers[3].last == {"failure": failure}
+
+
+def test_where_all_are_heard_there_is_nothing_to_wait_for() -> None:
+    board, callers = Board(3), [Caller(rank) for rank in range(3)]
+    get(board, callers[0], "never")
+    late(board, callers[1], "rank 1 waits for rank 2", now=2.0)
+    assert callers[0].answers == callers[1].answers == []
+    late(board, callers[2], "rank 2 waits for rank 1", now=2.1)
+    failure = {"rank": 1, "host": "host1", "reason": "rank 1 waits for rank 2"}
+    assert [caller.answers for caller in callers] == [[({"failure": failure}, ())]] * 3
+    assert not any(expiry[2].is_open for expiry in board._expiries)
+
+
+def test_a_process_that_ended_is_the_cause_of_what_others_wait_for() -> None:
+    board, callers = Board(3), [Caller(rank) for rank in range(3)]
+    late(board, callers[1], "rank 1 waits for rank 2", now=2.0)
+    board.fail(2, "host2", "its process ended")
+    assert callers[1].answers == [({"failure": {"rank": 2, "host": "host2", "reason": "its process ended"}}, ())]
+    board.expire(10.0)
+    assert len(callers[1].answers) == 1
+
+
+def test_a_vote_that_comes_while_others_are_heard_decides_nothing() -> None:
+    board, callers = Board(2), [Caller(rank) for rank in range(2)]
+    vote(board, callers[0], "x", patience=2.0)
+    board.expire(2.0)
+    vote(board, callers[1], "x", now=2.1)
+    assert callers[0].answers == [({"late": [1]}, ())]
+    assert callers[1].last["failure"]["rank"] == 0
 
 
 def test_rank_0_hears_last() -> None:

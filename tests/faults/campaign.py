@@ -26,11 +26,15 @@ from refit_transport.bench.isolation import die_with_parent
 _GIVE_UP_S = TIMEOUT_S + GRACE_S + 3.0
 # A store that a rank hasn't come to stays, to tell it why the session failed; gloo connects for up to five timeouts.
 _LINGER_S = 40.0
+_MOST_SESSIONS = 3
 
 
 @dataclass(slots=True)
 class Injection:
-    """One blow, and what came of it: `seconds` until the last survivor knew; `problems` must be none."""
+    """One blow, and what came of it: `seconds` until the last survivor knew; `problems` must be none.
+
+    `sessions` is how many were opened until one was exact: many processes on few cores don't always meet in time.
+    """
 
     world: str
     commit: str
@@ -40,6 +44,7 @@ class Injection:
     detected: bool = False
     named: bool = False
     recovered: bool = False
+    sessions: int = 0
     seconds: float = 0.0
     problems: list[str] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
@@ -65,7 +70,10 @@ class Campaign:
         self._before = _leavings()
         self.crew = Crew(self.world.size, lambda rank, tell: Victim(rank, self.world, tell), self._namespaces)
         self._recover()
-        self._forwarders = [rank for rank, does in self.crew.call("is_forwarder").items() if does]
+        parts = self.crew.call("part")
+        self._senders, self._forwarders = (
+            [rank for rank in sorted(parts) if parts[rank] == part] for part in ("sends", "forwards")
+        )
         self.crew.call("leave")
         self._least = self.crew.call("footprint", None, 0.0)
         self._recover()
@@ -83,7 +91,7 @@ class Campaign:
         found = Injection(self.world.name, self.world.commit, fault.kind, fault.victim, fault.point)
         try:
             self._strike(fault, found)
-            self._recover()
+            found.sessions = self._recover()
             found.recovered = True
         except (RuntimeError, AssertionError, OSError) as error:
             found.problems.append(f"{type(error).__name__}: {error}")
@@ -125,9 +133,9 @@ class Campaign:
         dies, stops = fault.kind == "kill", fault.kind in ("stop", "wake")
         survivors = [rank for rank in ranks if rank != victim or not (dies or stops)]
         ended = self.crew.gather([*survivors, *([victim] if dies else [])], timeout_s=_GIVE_UP_S)
-        if stops:
-            # It told when it was struck, before it stopped.
-            self.crew.gather([victim], timeout_s=0.0)
+        if stops and victim not in self.crew.told:
+            # It tells before it stops, maybe after the others are done.
+            self.crew.await_told(victim, timeout_s=TIMEOUT_S)
         struck = self.crew.told.get(victim, began)
         if victim not in self.crew.told and not at_opening:
             found.problems.append("the blow wasn't struck")
@@ -285,7 +293,7 @@ class Campaign:
         targets = [rank for rank in range(first, self.world.size) if rank not in self._forwarders]
         return {
             "rank 0": 0,
-            "source": first - 1,
+            "source": self._senders[-1],
             "target": (targets or [self.world.size - 1])[-1],
             "forwarder": (self._forwarders or [first])[0],
         }[fault.victim]
@@ -303,20 +311,41 @@ class Campaign:
             mine = Opening(chosen, secret, self._version, fault if rank == victim else None, known, self._host)
             self.crew.send("open", mine, ranks=[rank])
 
-    def _recover(self) -> None:
-        """A new session of all ranks, and a refit that must be exact.
+    def _recover(self) -> int:
+        """A new session of all ranks, and a refit that must be exact; how many sessions it took.
 
         Raises:
-            AssertionError: it isn't.
+            AssertionError: it isn't, or none of a few came about in time.
         """
-        self._send_open()
-        self._must(self.crew.gather(self.crew.pids, timeout_s=60.0))
-        self._version += 2
-        self.crew.send("refit", self._version, None)
-        self._must(self.crew.gather(self.crew.pids, timeout_s=60.0))
+        sessions = 1
+        while late := self._late(self._reopen()):
+            sessions += 1
+            assert sessions <= _MOST_SESSIONS, f"recovery: {late}"
         for rank, served in self.crew.call("serves").items():
             if served is not None and (served.fenced or served.version != self._version or served.differences):
                 raise AssertionError(f"after recovery, rank {rank} serves {served}")
+        return sessions
+
+    def _reopen(self) -> dict[int, Any]:
+        """How a new session of all ranks ended: in its first refit, unless before."""
+        self._send_open()
+        opened = self.crew.gather(self.crew.pids, timeout_s=60.0)
+        if self._late(opened):
+            return opened
+        self._version += 2
+        self.crew.send("refit", self._version, None)
+        return self.crew.gather(self.crew.pids, timeout_s=60.0)
+
+    def _late(self, ended: Mapping[int, Any]) -> str:
+        """The error of a session that ended in order, for all, because somebody was late; "" when it didn't fail.
+
+        Raises:
+            AssertionError: it failed otherwise.
+        """
+        found = [end.error for end in ended.values() if isinstance(end, Ended) and " within " in end.error]
+        if not found or any(not isinstance(ended.get(rank), Ended) for rank in self.crew.pids):
+            self._must(ended)
+        return found[0] if found else ""
 
     def _must(self, ended: Mapping[int, Any]) -> None:
         for rank in self.crew.pids:

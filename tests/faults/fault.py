@@ -88,6 +88,9 @@ class Fault:
             return "either"
         if self.point == "finished":
             return "none fails"
+        if self.kind == "cut" and self.point in ("verify", "vote") and commit == "in_place":
+            # Who is cut off may have voted before: then the others have everybody's word, and it stays fenced.
+            return "either"
         if self.point == "voted":
             # In place the vote on what arrived was the last word; staged, all must also have taken it over.
             return "none fails" if commit == "in_place" else "all fail"
@@ -95,8 +98,12 @@ class Fault:
 
     @property
     def is_named(self) -> bool:
-        """Whether all survivors must name the victim: of a silent one, whoever waits for it may be named."""
-        return self.kind in ("kill", "loader", "reset store") and self.point not in ("prepare", "connect")
+        """Whether all survivors must name the victim.
+
+        While they connect, they aren't always heard in time; and a rank that is only too slow is heard itself.
+        """
+        kinds = ("kill", "stop", "wake", "loader", "reset store")
+        return self.kind in kinds and self.point not in ("prepare", "connect")
 
 
 PLACES = ("begin", "agreed", *ROUNDS, "verify", "vote", "voted", "finished")

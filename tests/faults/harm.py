@@ -142,13 +142,11 @@ class Harm:
 
     def _reset(self, *, is_store: bool) -> None:
         """Breaks connections off as a router would that forgot them: the other end gets a reset."""
-        for path in Path("/proc/self/fd").iterdir():
-            number = int(path.name)
-            try:
-                duplicate = socket.socket(fileno=os.dup(number))
-            except OSError:
+        for path in [*Path("/proc/self/fd").iterdir()]:
+            if not path.is_socket():
                 continue
-            with duplicate:
+            # Not to be closed here: it is its owner's.
+            with socket.socket(fileno=os.dup(int(path.name))) as duplicate:
                 if _is_peer(duplicate, self._store_port) if not is_store else _is_store(duplicate, self._store_port):
                     _break_off(duplicate)
 

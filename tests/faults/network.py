@@ -78,7 +78,7 @@ class _Cutting:
         finally:
             run_command((*link, "up"))
         try:
-            campaign._recover()
+            found.sessions = campaign._recover()
             found.recovered = True
         except AssertionError as error:
             found.problems.append(str(error))
@@ -95,6 +95,8 @@ def _full(world: World) -> list[Injection]:
             with Campaign(world, folder=str(place)) as campaign:
                 for _ in range(2):
                     found = Injection("2+2", world.commit, kind, "nobody", "connect")
+                    # What the session before has there makes room when it is left.
+                    campaign.crew.call("leave")
                     fillers = _fill(place)
                     began = time.monotonic()
                     campaign._send_open()
@@ -106,7 +108,7 @@ def _full(world: World) -> list[Injection]:
                     campaign._check_served(found, campaign.crew.pids, campaign._version + 1)
                     for path in fillers:
                         path.unlink()
-                    campaign._recover()
+                    found.sessions = campaign._recover()
                     found.recovered = True
                     found.problems += [f"left behind: {path}" for path in place.iterdir()]
                     done.append(found)

@@ -1,7 +1,7 @@
 """Runs the campaign and writes docs/reliability.md from its record.
 
-python tests/faults/reliability.py run RECORD.json [PART/PARTS [SECONDS]]    strikes, at most so long; adds to it
-python tests/faults/reliability.py render RECORD.json DOC.md       the page
+python -m faults.reliability run RECORD.json [PART/PARTS [SECONDS]]    strikes, at most so long, what it doesn't have
+python -m faults.reliability render RECORD.json DOC.md                 the page
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from faults.campaign import Campaign, Injection, strike_all
 from faults.case_tests import ALL
-from faults.fault import World
+from faults.fault import MODEL, World
 from faults.network import strike_systems
-from faults.worlds import TWO, whole
+from faults.worlds import MANY, TWO, whole
 
 SOAK = 500
 
 HEAD = """# Reliability
 
 A refit is delivered to every target or to none. This page is what was done to it to find out, and what came of it.
-It is generated (`make faults`, as root, some 20 minutes), and a test compares it with the record.
+It is generated (`make faults`, as root, a quarter of an hour on two cores), and a test compares it with the record.
 
 ## What is promised
 
@@ -36,12 +36,14 @@ It is generated (`make faults`, as root, some 20 minutes), and a test compares i
   connection closes; one that hangs, after `timeout_s`.
 - A target in whose weights something may have been written is fenced until a complete refit. `commit: staged` writes
   beside them: after an error of `transfer` the old version is served, whole.
+- Who is cut off after its vote can't know what the others decided: it stays fenced, and they may have committed.
 - After a fault, the ranks that are left and those that replace the others open a new session, whose first refit is
   exact.
 
 Errors name rank, phase, round and the first tensor of the payload, as far as the rank that finds the fault can know
-them, and the host of the rank that reports it or has ended. Of a rank that hangs, the others know only who waits for
-whom: the error may name a rank that itself waits for the one that hangs.
+them, and the host of the rank that reports it or has ended. Whoever waits in vain may wait for a rank that itself waits
+for one that hangs: so before a rank is told who is at fault, rank 0's store hears the others for half a second, and the
+error adds of which ranks, on which hosts, nothing is heard.
 
 ## Fault campaign
 
@@ -82,11 +84,12 @@ def tables(record: Mapping[str, Any]) -> str:
     lines.append(_row("**all**", injections))
     worlds = sorted({(each.world, each.commit) for each in injections})
     struck = (f"{w} {c}: {sum((e.world, e.commit) == (w, c) for e in injections)}" for w, c in worlds)
-    soak = record["soak"]
+    again, soak = sum(each.sessions > 1 for each in injections), record["soak"]
     more = f"{soak['descriptors']} descriptors, {soak['threads']} threads, {soak['values']} values in the store and "
     lines += [
         "",
         f"Blows by job: {', '.join(struck)}.",
+        f"Recoveries whose first session didn't come about within the timeout, and took another: {again}.",
         "",
         f"{soak['refits']} refits in a row: {more}{soak['memory'] / 2**20:.1f} MiB more at the end,",
         "of the rank that grew most.",
@@ -97,7 +100,11 @@ def tables(record: Mapping[str, Any]) -> str:
 def _row(words: str, found: Sequence[Injection]) -> str:
     seconds = [each.seconds for each in found]
     detected, recovered = sum(each.detected for each in found), sum(each.recovered for each in found)
-    named = sum(each.named for each in found)
+    # Where a rank was struck and anybody said anything.
+    blamed = [
+        each for each in found if each.said and each.victim not in ("nobody", "a domain") and each.kind != "zombie"
+    ]
+    named = f"{sum(each.named for each in blamed)} of {len(blamed)}" if blamed else "-"
     figures = (len(found), detected, named, recovered, f"{statistics.median(seconds):.2f}", f"{max(seconds):.2f}")
     return f"| {words} | {' | '.join(map(str, figures))} |"
 
@@ -113,7 +120,7 @@ def cases() -> str:
 
 def page(record: Mapping[str, Any]) -> str:
     """The whole page."""
-    text = HEAD.replace("{tensors}", "12") + tables(record)
+    text = HEAD.replace("{tensors}", str(len(MODEL.weights))) + tables(record)
     return f"{text}\n## Cases\n\nWhat has gone wrong elsewhere, each a test.\n\n{cases()}"
 
 
@@ -146,24 +153,37 @@ def _well(crew: Any, version: int, refits: int) -> None:
 def main() -> None:
     """See the module."""
     command, path = sys.argv[1], Path(sys.argv[2])
-    record = json.loads(path.read_text()) if path.exists() else {"injections": [], "soak": None}
     if command == "render":
-        Path(sys.argv[3]).write_text(page(record))
+        Path(sys.argv[3]).write_text(page(_read(path)))
         return
     part, parts = map(int, (sys.argv[3] if len(sys.argv) > 3 else "0/1").split("/"))
     until = time.monotonic() + float(sys.argv[4] if len(sys.argv) > 4 else "inf")
-    jobs = [*whole()]
-    for number, (world, faults) in enumerate(jobs):
+    for number, (world, faults) in enumerate(whole()):
         if number % parts == part:
-            record["injections"] += [asdict(each) for each in strike_all(world, faults, until=until)]
+            _add(path, strike_all(world, faults[_there(path, world) :], until=until))
     if part == parts - 1:
-        record["injections"] += [asdict(each) for each in strike_systems("in_place", "staged")]
-        record["soak"] = soak(SOAK)
-    path.write_text(json.dumps(record, indent=1) + "\n")
-    problems = [each for each in record["injections"] if each["problems"]]
+        _add(path, strike_systems("in_place", "staged"), soak=soak(SOAK))
+    problems = [each for each in _read(path)["injections"] if each["problems"]]
     for each in problems:
         print(each)  # noqa: T201
     sys.exit(bool(problems))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text())) if path.exists() else {"injections": [], "soak": None}
+
+
+def _there(path: Path, world: World) -> int:
+    """How many blows of a job the record has already."""
+    injections = (Injection(**each) for each in _read(path)["injections"])
+    return sum((each.world, each.commit) == (world.name, world.commit) and each.kind in MANY for each in injections)
+
+
+def _add(path: Path, injections: Sequence[Injection], **more: Any) -> None:
+    """Another part may have written meanwhile. Of what the survivors said, one stands for all."""
+    record = _read(path)
+    record["injections"] += [asdict(replace(each, said=each.said[:1])) for each in injections]
+    path.write_text(json.dumps(record | more, indent=1) + "\n")
 
 
 if __name__ == "__main__":

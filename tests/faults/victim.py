@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Client
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from faults.fault import MODEL, TIMEOUT_S, Fault, World
@@ -63,11 +63,19 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What a process holds."""
+    """What a process holds: what its descriptors stand for, its threads' names, bytes of memory."""
 
-    descriptors: int
-    threads: int
+    open: tuple[str, ...]
+    running: tuple[str, ...]
     memory: int
+
+    @property
+    def descriptors(self) -> int:
+        return len(self.open)
+
+    @property
+    def threads(self) -> int:
+        return len(self.running)
 
 
 class Victim:
@@ -76,6 +84,8 @@ class Victim:
     def __init__(self, rank: int, world: World, tell: Callable[[str], None]) -> None:
         # The parent's OpenMP threads aren't there in a fork: torch must not ask for them.
         torch.set_num_threads(1)
+        # Nor is there anything of the parent's to collect: to look at all of it costs more than to open a session.
+        gc.freeze()
         self.rank, self.world, self._tell = rank, world, tell
         self._role = "source" if rank < world.source.ranks else "target"
         self._binding = self._bound(MODEL)
@@ -150,12 +160,15 @@ class Victim:
 
         return self._ended(run)
 
-    def is_forwarder(self) -> bool:
-        """Whether this rank passes on what it receives; after a first refit."""
+    def part(self) -> Literal["sends", "forwards", "receives", "idle"]:
+        """What this rank does in a refit, after a first one: of sources that hold the same, some have nothing to do."""
         assert self._session is not None
         transports = self._session.plan.transports.values()
         programs = [transport._program for transport in transports]  # type: ignore[attr-defined]
-        return self._role == "target" and any(program is not None and forwards(program) for program in programs)
+        steps = [step for program in programs if program is not None for step in program.steps]
+        if any(step.incoming is not None for step in steps):
+            return "forwards" if any(forwards(program) for program in programs if program is not None) else "receives"
+        return "sends" if any(step.sends for step in steps) else "idle"
 
     def serves(self) -> Served | None:
         """What a target serves; None on a source."""
@@ -182,8 +195,8 @@ class Victim:
         while True:
             gc.collect()
             resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-            count = len(list(Path("/proc/self/fd").iterdir())) - 1
-            found = Footprint(count, len(list(Path("/proc/self/task").iterdir())), resident)
+            running = tuple(path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm"))
+            found = Footprint(_descriptors(), running, resident)
             fits = least is None or (found.descriptors <= least.descriptors and found.threads <= least.threads)
             if fits or time.monotonic() > until:
                 return found
@@ -305,3 +318,12 @@ class Victim:
         whole = {w.name: coordinate_tensor(w.name, w.shape, "bfloat16", version=version) for w in MODEL.weights}
         for index, piece in enumerate(binding.manifest.pieces):
             yield binding.view(index), box_of(whole[piece.tensor], piece.box.offset, piece.box.shape)
+
+
+def _descriptors() -> tuple[str, ...]:
+    """What this process's descriptors stand for."""
+    found = []
+    for path in [*Path("/proc/self/fd").iterdir()]:
+        with suppress(FileNotFoundError):  # the listing's own
+            found.append(str(path.readlink()))
+    return tuple(found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -21,6 +22,14 @@ from refit_transport.transports.registry import (
     load,
     resolve,
 )
+
+
+@pytest.fixture(autouse=True)
+def anew() -> Iterator[None]:
+    """What one test says is installed isn't for any other."""
+    registry._installed.cache_clear()
+    yield
+    registry._installed.cache_clear()
 
 
 def install(monkeypatch: pytest.MonkeyPatch, **targets: str) -> None:
