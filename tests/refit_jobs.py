@@ -138,7 +138,8 @@ class TestAsyncGeneration(AsyncGenerationWorker):
 
     def started(self) -> int:
         """How many responses have a token."""
-        return sum(response.started for response in self._responses.values())
+        states = self._llm.output_processor.request_states.values()
+        return len(self.finished()) + sum(state.detokenizer.num_output_tokens() > 0 for state in states)
 
     def unfinished(self) -> int:
         """What vLLM itself still knows."""

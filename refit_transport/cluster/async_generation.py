@@ -235,13 +235,16 @@ class AsyncGenerationWorker:
                 return sample_of(response.request, completion)
 
     async def _completion(self, response: _Response) -> CompletionOutput:
-        """vLLM's answer, put together from the first token and the rest."""
+        """vLLM's answer; where it matters which responses have a token, put together from the first and the rest."""
         from vllm.sampling_params import RequestOutputKind
 
         prompt = vllm_prompt(response.request)
         if self._kv_cache == "keep":
             prompt["cache_salt"] = f"version {self._version}"
-        wanted = vllm_parameters(response.request, output_kind=RequestOutputKind.DELTA, stream_interval=_FIRST_AND_LAST)
+            kind: dict[str, Any] = {"output_kind": RequestOutputKind.DELTA, "stream_interval": _FIRST_AND_LAST}
+        else:
+            kind = {"output_kind": RequestOutputKind.FINAL_ONLY}
+        wanted = vllm_parameters(response.request, **kind)
         tokens: list[int] = []
         logprobs: list[Any] = []
         last: Any = None
@@ -321,10 +324,10 @@ class AsyncGenerationWorker:
         from vllm import SamplingParams
 
         async def of(sequence: Sequence[int]) -> list[float]:
-            wanted = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+            wanted = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, skip_clone=True)
             self._next_ticket += 1
             name, found = f"{self._next_ticket}.logprobs", None
-            prompt = {"prompt_token_ids": list(sequence)}
+            prompt = {"type": "token", "prompt_token_ids": list(sequence)}
             async for output in self._llm.generate(prompt, wanted, name, priority=_FIRST):
                 found = output.prompt_logprobs or found
             assert found is not None
@@ -389,6 +392,7 @@ class AsyncGenerationWorker:
 
 async def _engine(config: EngineConfig) -> AsyncLLM:
     from vllm import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
     return AsyncLLM.from_engine_args(
@@ -399,6 +403,8 @@ async def _engine(config: EngineConfig) -> AsyncLLM:
             worker_extension_cls=f"{WorkerCalls.__module__}.{WorkerCalls.__qualname__}",
             disable_log_stats=True,
         ),
+        # As many sequences and tokens at a time as an engine that is called in batches.
+        usage_context=UsageContext.LLM_CLASS,
     )
 
 

@@ -182,7 +182,7 @@ class AheadRollouts:
 
     def draw(self, requests: Sequence[SampleRequest]) -> list[Sample]:
         """See `Rollouts.draw`."""
-        return submit_to(self._engines.serving, requests, timeout_s=self._timeout_s).take(timeout_s=self._timeout_s)
+        return submit_to(self._engines.serving, requests).take(timeout_s=self._timeout_s)
 
     def engines_left(self) -> None:
         """See `Rollouts.engines_left`. What the others have begun of the same steps is dropped too."""
@@ -207,7 +207,7 @@ class AheadRollouts:
         self._buffer.add(self._asking.judged(samples))
 
     def _submitted(self, step: int) -> Submission:
-        return submit_to(self._engines.serving, self._asking.requests(step), timeout_s=self._timeout_s)
+        return submit_to(self._engines.serving, self._asking.requests(step))
 
 
 def spread_of_ages(rollout: Rollout, version: int) -> Mapping[int, int]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from refit_transport.cluster.sampling import SampleRequest, split_over_engines
-from refit_transport.cluster.workers import WorkerGroup, collect
+from refit_transport.cluster.workers import Pending, WorkerGroup, collect
 from refit_transport.errors import WorkerError
 from refit_transport.rl.trajectories import Sample
 
@@ -33,34 +33,31 @@ def sample_on(engines: Sequence[WorkerGroup], requests: Sequence[SampleRequest],
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """Requests that several engines of `AsyncGenerationWorker` work on: engine by engine, places and tickets."""
+    """Requests that `AsyncGenerationWorker` engines work on: engine by engine, their places and calls of `submit`."""
 
     shares: tuple[tuple[WorkerGroup, tuple[int, ...]], ...]
-    tickets: tuple[tuple[int, ...], ...]
+    accepted: tuple[Pending, ...]
 
     def take(self, *, timeout_s: float) -> list[Sample]:
         """Waits for all responses; the samples in the requests' order.
 
         Raises:
-            WorkerError: an engine failed, is fenced, or hasn't finished within `timeout_s`.
+            WorkerError: an engine failed, is fenced, was fenced when it was asked, or hasn't finished within
+                `timeout_s`.
         """
+        tickets = [found[0] for found in collect(self.accepted, timeout_s=timeout_s + _MARGIN_S)]
         pending = [
-            engine.start("take", tickets, timeout_s=timeout_s)
-            for (engine, _), tickets in zip(self.shares, self.tickets, strict=True)
+            engine.start("take", own, timeout_s=timeout_s)
+            for (engine, _), own in zip(self.shares, tickets, strict=True)
         ]
         return _in_order(self.shares, [found[0] for found in collect(pending, timeout_s=timeout_s + _MARGIN_S)])
 
 
-def submit_to(engines: Sequence[WorkerGroup], requests: Sequence[SampleRequest], *, timeout_s: float) -> Submission:
-    """Spreads the requests over engines of `AsyncGenerationWorker`, which generate in the background.
-
-    Raises:
-        WorkerError: an engine is fenced, or didn't accept within `timeout_s`.
-    """
+def submit_to(engines: Sequence[WorkerGroup], requests: Sequence[SampleRequest]) -> Submission:
+    """Spreads the requests over `AsyncGenerationWorker` engines, which generate in the background; waits for none."""
     shares = _shares(engines, requests)
-    pending = [engine.start("submit", [requests[index] for index in share]) for engine, share in shares]
-    tickets = [tuple(found[0]) for found in collect(pending, timeout_s=timeout_s)]
-    return Submission(tuple(shares), tuple(tickets))
+    accepted = [engine.start("submit", [requests[index] for index in share]) for engine, share in shares]
+    return Submission(tuple(shares), tuple(accepted))
 
 
 def _shares(

@@ -63,8 +63,8 @@ class SampleRequest:
 
 
 def vllm_prompt(request: SampleRequest) -> dict[str, Any]:
-    """The prompt as vLLM takes it."""
-    return {"prompt_token_ids": list(request.prompt)}
+    """The prompt as vLLM takes it where nothing is left to prepare."""
+    return {"type": "token", "prompt_token_ids": list(request.prompt)}
 
 
 def vllm_parameters(request: SampleRequest, **more: Any) -> SamplingParams:
@@ -79,6 +79,7 @@ def vllm_parameters(request: SampleRequest, **more: Any) -> SamplingParams:
         ignore_eos=True,
         logprobs=0,
         detokenize=False,
+        skip_clone=True,
         **more,
     )
 

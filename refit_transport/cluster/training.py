@@ -144,7 +144,7 @@ class TrainingWorker:
         length = max(len(sequence) for sequence in token_batch)
         predicted = sum(len(sequence) - 1 for sequence in token_batch)
         mine = token_batch[parallel_state.get_data_parallel_rank() :: replicas]
-        batches = self._micro_batches(mine, length=length)
+        batches = self._micro_batches(mine, size=self._micro_batch_size, length=length)
 
         def loss(logprobs: torch.Tensor, batch: step.MicroBatch) -> torch.Tensor:
             return -(logprobs * batch.mask.to(logprobs.device)).sum() / predicted
@@ -164,12 +164,13 @@ class TrainingWorker:
         """
         from refit_transport.cluster import megatron_step as step
 
-        batches = self._micro_batches(sequences, length=max(len(sequence) for sequence in sequences))
+        length, size = max(len(sequence) for sequence in sequences), min(self._micro_batch_size, len(sequences))
+        batches = self._micro_batches(sequences, size=size, length=length)
         with torch.no_grad():
             scores = step.run_schedule(
                 self._chunks, batches, lambda logprobs, _: logprobs, vocab=self._model.vocab, device=self._device
             )
-            shape = (len(batches) * self._micro_batch_size, batches[0].mask.shape[1])
+            shape = (len(batches) * size, batches[0].mask.shape[1])
             table = torch.cat(scores) if scores else torch.zeros(shape, device=self._device)
             table = step.from_last_stage(table).cpu()
         return [row[: len(sequence) - 1].tolist() for row, sequence in zip(table, sequences, strict=False)]
@@ -284,12 +285,12 @@ class TrainingWorker:
 
         reduce_gradients(self._chunks, experts=self._experts)
 
-    def _micro_batches(self, sequences: Sequence[Sequence[int]], *, length: int) -> tuple[MicroBatch, ...]:
+    def _micro_batches(self, sequences: Sequence[Sequence[int]], *, size: int, length: int) -> tuple[MicroBatch, ...]:
         from refit_transport.cluster.megatron_step import micro_batches
 
         return micro_batches(
             sequences,
-            size=self._micro_batch_size,
+            size=size,
             length=length,
             length_multiple=self._cut.tensor if self._cut.sequence_parallel else 1,
             count_multiple=self._cut.pipeline if self._cut.virtual_pipeline > 1 else 1,

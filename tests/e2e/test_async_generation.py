@@ -86,7 +86,7 @@ def long_requests(count=3, prefix=(), max_tokens=LONG):
 def started(engine, submission):
     """Waits until every response has a token."""
     end = time.monotonic() + TIMEOUT_S
-    while engine.call("started")[0] < len(submission.tickets[0]):
+    while engine.call("started")[0] < len(submission.shares[0][1]):
         assert time.monotonic() < end
         time.sleep(0.01)
 
@@ -102,7 +102,7 @@ def test_it_draws_what_the_other_engine_draws(job, engine):
     asked = requests()
     expected = sample_on([job.engines[0]], asked, timeout_s=TIMEOUT_S)
     assert drawn(engine.call("sample", asked)[0]) == drawn(expected)
-    assert drawn(submit_to([engine], asked, timeout_s=TIMEOUT_S).take(timeout_s=TIMEOUT_S)) == drawn(expected)
+    assert drawn(submit_to([engine], asked).take(timeout_s=TIMEOUT_S)) == drawn(expected)
     prompts = [list(sample.tokens) for sample in expected]
     for row, other in zip(
         engine.call("logprobs", prompts)[0], job.engines[0].call("logprobs", prompts)[0], strict=True
@@ -112,7 +112,7 @@ def test_it_draws_what_the_other_engine_draws(job, engine):
 
 def test_a_refit_in_the_middle_of_sequences(job, engine):
     """Stamps say which weights chose each token, and its log-probability is what these give after all before it."""
-    submission = submit_to([engine], long_requests(), timeout_s=TIMEOUT_S)
+    submission = submit_to([engine], long_requests())
     started(engine, submission)
     old = job.version
     began = time.time()
@@ -141,7 +141,7 @@ def test_a_refit_in_the_middle_of_sequences(job, engine):
 def test_a_refit_of_the_same_weights_changes_nothing_but_the_stamps(job, engine):
     asked = long_requests()
     undisturbed = engine.call("sample", asked)[0]
-    submission = submit_to([engine], asked, timeout_s=TIMEOUT_S)
+    submission = submit_to([engine], asked)
     started(engine, submission)
     job.refit("A")
     disturbed = submission.take(timeout_s=TIMEOUT_S)
@@ -154,12 +154,12 @@ def test_a_refit_of_the_same_weights_changes_nothing_but_the_stamps(job, engine)
 def test_a_kept_cache_is_never_found_by_later_prompts(job, engine):
     engine.call("use_kv_cache", "keep")
     asked = long_requests(prefix=PREFIX, max_tokens=100)
-    submission = submit_to([engine], asked, timeout_s=TIMEOUT_S)
+    submission = submit_to([engine], asked)
     started(engine, submission)
     old = job.version
     new = job.refit("B")
     # These have the same first block while the old sequences, which hold it, still run.
-    later = submit_to([engine], long_requests(prefix=PREFIX, max_tokens=4), timeout_s=TIMEOUT_S)
+    later = submit_to([engine], long_requests(prefix=PREFIX, max_tokens=4))
     for sample in later.take(timeout_s=TIMEOUT_S):
         assert set(sample.versions) == {new}
         assert errors(job, sample, "B").max() < 1e-4
@@ -177,8 +177,8 @@ def test_prompts_that_wait_during_a_refit_start_anew(job, engine):
     """More prompts than the engine takes at once: those without a token would find what the old weights cached."""
     engine.call("use_kv_cache", "keep")
     job.policy.call("recall", "B")
-    crowd = [SampleRequest((*PREFIX, 7, seed), seed, seed, max_tokens=40) for seed in range(160)]
-    submission = submit_to([engine], crowd, timeout_s=TIMEOUT_S)
+    crowd = [SampleRequest((*PREFIX, *divmod(seed, 16)), seed, seed, max_tokens=40) for seed in range(320)]
+    submission = submit_to([engine], crowd)
     while not engine.call("started")[0]:
         time.sleep(0.01)
     new = job.refit("B")
@@ -188,7 +188,7 @@ def test_prompts_that_wait_during_a_refit_start_anew(job, engine):
 
 
 def test_after_a_failed_refit_it_stands_still_until_a_complete_one(job, engine):
-    submission = submit_to([engine], long_requests(), timeout_s=TIMEOUT_S)
+    submission = submit_to([engine], long_requests())
     started(engine, submission)
     old = job.version
     job.refits = job.synchronizer(coverage="all", timeout_s=10.0)
@@ -198,7 +198,7 @@ def test_after_a_failed_refit_it_stands_still_until_a_complete_one(job, engine):
     with pytest.raises(WorkerError, match=r"take: fenced: a refit is open"):
         submission.take(timeout_s=TIMEOUT_S)
     with pytest.raises(WorkerError, match=r"submit: fenced: a refit is open"):
-        submit_to([engine], requests(), timeout_s=TIMEOUT_S)
+        submit_to([engine], requests()).take(timeout_s=TIMEOUT_S)
     assert engine.call("version") == [old]
     new = job.refit("B")
     for sample in submission.take(timeout_s=TIMEOUT_S):
@@ -207,7 +207,7 @@ def test_after_a_failed_refit_it_stands_still_until_a_complete_one(job, engine):
 
 
 def test_nothing_waits_for_ever_and_aborted_requests_leave_the_engine(job, engine):
-    submission = submit_to([engine], long_requests(), timeout_s=TIMEOUT_S)
+    submission = submit_to([engine], long_requests())
     with pytest.raises(WorkerError, match=r"take: 3 of 3 responses are not finished within 0.05 s"):
         submission.take(timeout_s=0.05)
     assert engine.call("abort") == [3]
@@ -222,7 +222,7 @@ def test_nothing_waits_for_ever_and_aborted_requests_leave_the_engine(job, engin
 def test_shutdown_ends_what_is_generated_and_every_process(job, engine):
     """Of the last tests, which end the engine."""
     children = running_children(engine)
-    submit_to([engine], long_requests(), timeout_s=TIMEOUT_S)
+    submit_to([engine], long_requests())
     engine.call("shutdown")
     engine.call("shutdown")
     assert psutil.wait_procs(children, timeout=30)[1] == []
@@ -234,7 +234,8 @@ def test_shutdown_ends_what_is_generated_and_every_process(job, engine):
 def test_no_process_outlives_the_death_of_another(job, engine):
     """Last, because it ends the actor."""
     collect([job.building(engine, job.folder)], timeout_s=TIMEOUT_S)
-    submission = submit_to([engine], long_requests(), timeout_s=TIMEOUT_S)
+    submission = submit_to([engine], long_requests())
+    started(engine, submission)
     children = running_children(engine)
     for child in children:
         child.kill()
@@ -244,7 +245,7 @@ def test_no_process_outlives_the_death_of_another(job, engine):
 
     collect([job.building(engine, job.folder)], timeout_s=TIMEOUT_S)
     children = running_children(engine)
-    submit_to([engine], long_requests(), timeout_s=TIMEOUT_S)
+    submit_to([engine], long_requests())
     psutil.Process(*engine.process_ids()).kill()
     assert psutil.wait_procs(children, timeout=30)[1] == []
 

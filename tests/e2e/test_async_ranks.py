@@ -24,7 +24,7 @@ def test_an_engine_of_two_ranks(groups, tmp_path):
     pair.ranks_per_actor = 2
     try:
         pair.start()
-        submission = submit_to([group], long_requests(max_tokens=60), timeout_s=TIMEOUT_S)
+        submission = submit_to([group], long_requests(max_tokens=60))
         started(group, submission)
         new = pair.refit("B")
         assert wrong_parameters(pair, pair.weights["B"]) == []
