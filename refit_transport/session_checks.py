@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from threading import Event
 from typing import Literal
 
+import torch
+
+from refit_transport.errors import DeadlineError
 from refit_transport.fabrics.binding import Binding
 from refit_transport.fabrics.deadline import Deadline
 from refit_transport.fabrics.rendezvous import ControlChannel
@@ -24,6 +28,40 @@ from refit_transport.verification import (
 )
 
 
+class SourceReading:
+    """A source's checksums, computed in a thread of its own, after what the caller has done on its stream."""
+
+    def __init__(self, source: Binding, compute: Callable[[Callable[[], bool]], SideSums]) -> None:
+        self._rank, self._over = source.manifest.rank, Event()
+        device = next((buffer.device for buffer in source.buffers.values()), torch.device("cpu"))
+        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+        def read() -> SideSums:
+            with torch.cuda.stream(stream):
+                return compute(self._over.is_set)
+
+        beside = ThreadPoolExecutor(max_workers=1, thread_name_prefix="refit-checksums")
+        self._sums = beside.submit(read)
+        beside.shutdown(wait=False)
+
+    def result(self, deadline: Deadline) -> SideSums:
+        """Waits for them.
+
+        Raises:
+            DeadlineError: they were not there in time.
+        """
+        try:
+            return self._sums.result(timeout=deadline.remaining())
+        except TimeoutError as error:
+            self.give_up()
+            rank = f"rank {self._rank}"
+            raise DeadlineError(rank, "its own checksums", "verify", deadline.seconds) from error
+
+    def give_up(self) -> None:
+        """Ends the thread soon."""
+        self._over.set()
+
+
 class SessionChecks:
     """Collective like the session's own methods. `verify` of the settings says how much of a refit is compared."""
 
@@ -38,6 +76,7 @@ class SessionChecks:
 
     @property
     def are_on(self) -> bool:
+        """Whether refits are verified."""
         return self._share != "off"
 
     def replicas(self, version: int, deadline: Deadline) -> None:
@@ -57,31 +96,35 @@ class SessionChecks:
         self._are_replicas_equal = True
 
     @contextmanager
-    def reading_sources(self, refit: int) -> Iterator[Future[SideSums] | None]:
-        """Computes what this rank's source has while the block sends it. The block ends when both have.
+    def reading_sources(self, refit: int) -> Iterator[SourceReading | None]:
+        """Computes what this rank's source has while the block sends it; given up when the block fails.
 
         Sources don't change during a refit, and their ranks mostly wait for the network. Yields None on other ranks,
         and where nothing is verified.
         """
-        source = self._endpoint.source_binding()
-        if not self.are_on or source is None:
+        if not self.are_on or (source := self._endpoint.source_binding()) is None:
             yield None
             return
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="refit-checksums") as beside:
-            chosen = self._chosen(refit)
-            yield beside.submit(lambda: self._here("source", source, chosen).checksums())
+        chosen = self._chosen(refit)
+        reading = SourceReading(source, lambda is_over: self._here("source", source, chosen).checksums(is_over))
+        try:
+            yield reading
+        except BaseException:
+            reading.give_up()
+            raise
 
-    def arrived(self, version: int, refit: int, held: Future[SideSums] | None, deadline: Deadline) -> int:
+    def arrived(self, version: int, refit: int, held: SourceReading | None, deadline: Deadline) -> int:
         """Compares what the targets have received; how many boxes this rank did.
 
         Raises:
             AgreementError: replicas of a source differ.
             VerificationError: this rank's target has something else than the sources.
+            DeadlineError: this rank didn't read its source's weights in time.
         """
         if not self.are_on:
             return 0
         chosen = self._chosen(refit)
-        sums = None if held is None else held.result(timeout=deadline.remaining())
+        sums = None if held is None else held.result(deadline)
         target = self._endpoint.target_binding()
         served = None if target is None else self._here("target", target, chosen)
         found = self._compare(chosen, sums, served, str(refit), deadline).comparison(version, {})
@@ -138,7 +181,10 @@ class SessionChecks:
 
     def _here(self, side: Literal["source", "target"], binding: Binding, chosen: Sequence[Atoms]) -> BoxesHere:
         make = BoxesHere.of_source if side == "source" else BoxesHere.of_target
-        if chosen is not self._all:
+        target = self._endpoint.target
+        is_staged = side == "target" and target is not None and bool(target.private_layers())
+        if chosen is not self._all or is_staged:
+            # What is staged for the engine's own layouts is other memory each time, which views would keep.
             return make(binding, chosen)
         known, addresses = self._bound.get(side), binding.addresses()
         if known is None or known[0] != addresses:

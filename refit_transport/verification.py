@@ -192,9 +192,9 @@ class BoxesHere:
         rank = binding.manifest.rank
         return cls([atoms for atoms in chosen if rank in atoms.wanters], served)
 
-    def checksums(self) -> SideSums:
-        """As the memory is now."""
-        sums = self._checksums.compute()
+    def checksums(self, is_over: Callable[[], bool] = lambda: False) -> SideSums:
+        """As the memory is now; see `Checksums.compute`."""
+        sums = self._checksums.compute(is_over)
         return {number: [[sums[copy] for copy in copies] for copies in found] for number, found in self._copies.items()}
 
 

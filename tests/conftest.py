@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +15,9 @@ from support_records import pytest_addoption, pytest_runtest_makereport, support
 settings.register_profile("ci", deadline=None, max_examples=60, print_blob=True)
 settings.register_profile("nightly", deadline=None, max_examples=2000, print_blob=True)
 settings.load_profile("ci")
+
+# A shell that starts the tests in the background has them ignore it, which the commands under test would inherit.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

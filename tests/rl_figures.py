@@ -42,9 +42,7 @@ _OVERLAP = """\
 
 One training process, one vLLM engine, one thread each: the same job in turns, with vLLM's `LLM` in the process of its
 rank (which needs less processor time), and one step off, with `AsyncLLM`, whose engine is a process of its own. Medians
-over the steps after the fifth. Measured once on two cores, a step took 0.86 CPU seconds in turns (engine 0.43, trainer
-0.34, driver and Ray 0.09) and 1.13 one step off (engine 0.40, its front in the actor 0.31, trainer 0.34, driver and Ray
-0.08).
+over the steps after the fifth.
 
 | job | in turns, s per step | one step off, s per step | quotient | bar | generate, train: % of a step | result |
 |---|---:|---:|---:|---:|---|---|

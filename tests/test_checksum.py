@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from concurrent.futures import CancelledError
 from functools import cache
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from refit_transport import checksum
-from refit_transport.checksum import added, box_checksum
+from refit_transport.checksum import BoxView, Checksums, added, box_checksum
 from refit_transport.layout.box import Box
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.int8, torch.float8_e4m3fn, torch.float64, torch.bool)
@@ -63,6 +64,13 @@ def tensors(draw, shapes=SHAPES):
 
 def of(tensor, box=None, shape=None):
     return box_checksum(tensor, box or Box.full(tensor.shape), shape or tensor.shape)
+
+
+def test_what_nobody_wants_any_more_is_given_up():
+    asked = iter([False, True])
+    box = BoxView(torch.ones(8, checksum._CHUNK // 4), Box.full((8, checksum._CHUNK // 4)), (8, checksum._CHUNK // 4))
+    with pytest.raises(CancelledError):
+        Checksums([[box]]).compute(lambda: next(asked))
 
 
 @given(tensors())

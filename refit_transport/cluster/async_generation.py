@@ -35,7 +35,7 @@ from refit_transport.cluster.generation import (
     stage_weights,
 )
 from refit_transport.cluster.overlap import Activity, Interval
-from refit_transport.cluster.sampling import SampleRequest, sample_of, vllm_parameters, vllm_prompt
+from refit_transport.cluster.sampling import SampleRequest, require_known, sample_of, vllm_parameters, vllm_prompt
 from refit_transport.errors import WorkerError
 from refit_transport.fabrics.deadline import Deadline
 from refit_transport.rl.trajectories import Sample
@@ -127,6 +127,7 @@ class AsyncGenerationWorker:
         except BaseException:
             self._stop_loop()
             raise
+        self._vocabulary = self._llm.model_config.get_vocab_size()
 
     def join_refit(self, address: RefitAddress) -> None:
         """Joins the refit as this engine's ranks; collective over the whole refit."""
@@ -202,9 +203,10 @@ class AsyncGenerationWorker:
         """Starts generating in the background; returns a ticket for each request.
 
         Raises:
-            WorkerError: the engine is fenced.
+            WorkerError: the engine is fenced, or a prompt has a token that the model lacks; nothing was started.
         """
         self._require_open("submit")
+        require_known((request.prompt for request in requests), self._vocabulary, "submit")
 
         async def admit() -> list[int]:
             return [self._admit(request) for request in requests]
@@ -238,7 +240,7 @@ class AsyncGenerationWorker:
         """vLLM's answer; where it matters which responses have a token, put together from the first and the rest."""
         from vllm.sampling_params import RequestOutputKind
 
-        prompt = vllm_prompt(response.request)
+        prompt = vllm_prompt(response.request.prompt)
         if self._kv_cache == "keep":
             prompt["cache_salt"] = f"version {self._version}"
             kind: dict[str, Any] = {"output_kind": RequestOutputKind.DELTA, "stream_interval": _FIRST_AND_LAST}
@@ -315,9 +317,10 @@ class AsyncGenerationWorker:
         """Log-probability of each token given the ones before it, at temperature 1: one less than tokens per sequence.
 
         Raises:
-            WorkerError: the engine is fenced.
+            WorkerError: the engine is fenced, or a sequence has a token that the model lacks.
         """
         self._require_open("logprobs")
+        require_known(sequences, self._vocabulary, "logprobs")
         return self._run(self._logprobs(sequences), "logprobs", self._timeout_s)
 
     async def _logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -327,7 +330,7 @@ class AsyncGenerationWorker:
             wanted = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, skip_clone=True)
             self._next_ticket += 1
             name, found = f"{self._next_ticket}.logprobs", None
-            prompt = {"type": "token", "prompt_token_ids": list(sequence)}
+            prompt = vllm_prompt(sequence)
             async for output in self._llm.generate(prompt, wanted, name, priority=_FIRST):
                 found = output.prompt_logprobs or found
             assert found is not None

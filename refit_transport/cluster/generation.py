@@ -14,7 +14,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from refit_transport.cluster.generation_stages import prepare_stage
-from refit_transport.cluster.sampling import SampleRequest, sample_of, vllm_parameters, vllm_prompt
+from refit_transport.cluster.sampling import SampleRequest, require_known, sample_of, vllm_parameters, vllm_prompt
 from refit_transport.compatibility import require
 from refit_transport.errors import SeamError, WorkerError
 from refit_transport.rl.trajectories import Sample
@@ -77,6 +77,7 @@ class GenerationWorker:
         self._cached_tokens = 0
         os.environ.update(_launcher(rank, world_size, host, port) | engine_environment(config))
         self._llm = _engine(config)
+        self._vocabulary = self._llm.model_config.get_vocab_size()
         self._llm.collective_rpc(prepare_stage)
 
     def join_refit(self, address: RefitAddress) -> None:
@@ -116,15 +117,14 @@ class GenerationWorker:
         """Log-probability of each token given the ones before it: `len(sequence) - 1` numbers per sequence.
 
         Raises:
-            WorkerError: the engine is fenced.
+            WorkerError: the engine is fenced, or a prompt has a token that the model lacks.
         """
         from vllm import SamplingParams
 
         self._require_open("logprobs")
+        require_known(sequences, self._vocabulary, "logprobs")
         wanted = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
-        outputs = self._llm.generate(
-            [{"prompt_token_ids": list(sequence)} for sequence in sequences], wanted, use_tqdm=False
-        )
+        outputs = self._llm.generate([vllm_prompt(sequence) for sequence in sequences], wanted, use_tqdm=False)
         return [
             [float(step[token].logprob) for token, step in zip(sequence[1:], output.prompt_logprobs[1:], strict=True)]
             for sequence, output in zip(sequences, outputs, strict=True)
@@ -134,24 +134,27 @@ class GenerationWorker:
         """Greedy continuations, as token ids.
 
         Raises:
-            WorkerError: the engine is fenced.
+            WorkerError: the engine is fenced, or a prompt has a token that the model lacks.
         """
         from vllm import SamplingParams
 
         self._require_open("generate")
+        require_known(prompts, self._vocabulary, "generate")
         wanted = SamplingParams(max_tokens=max_tokens, temperature=0.0, detokenize=False)
-        outputs = self._llm.generate([{"prompt_token_ids": list(p)} for p in prompts], wanted, use_tqdm=False)
+        asked = [vllm_prompt(prompt) for prompt in prompts]
+        outputs = self._llm.generate(asked, wanted, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[Sample]:
         """Draws the responses as one batch; each depends on its own request and the weights only.
 
         Raises:
-            WorkerError: the engine is fenced.
+            WorkerError: the engine is fenced, or a prompt has a token that the model lacks.
         """
         self._require_open("sample")
+        require_known((request.prompt for request in requests), self._vocabulary, "sample")
         outputs = self._llm.generate(
-            [vllm_prompt(request) for request in requests],
+            [vllm_prompt(request.prompt) for request in requests],
             [vllm_parameters(request) for request in requests],
             use_tqdm=False,
         )

@@ -269,7 +269,7 @@ class PlacedGroups:
         return group, Place(*group.address(self.ports, host=self.host))
 
     def meeting_places(self) -> tuple[list[Place], PortRange]:
-        """An address and a free port at each group's rank 0, all different, and the ports to try next."""
+        """An address and a port that is held at each group's rank 0, all different, and the ports to try next."""
         ports, places = self.ports, []
         for group in self.groups:
             place = Place(*group.address(ports, host=self.host))

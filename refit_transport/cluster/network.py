@@ -38,12 +38,13 @@ class PortRange:
         """
         for port in self._candidates():
             held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 held.bind(("", port))
             except OSError:
                 held.close()
                 continue
+            # After the bind: two that allow it before may hold the same port.
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if held.getsockname()[1] not in self.promised:
                 return held
             held.close()

@@ -7,7 +7,7 @@ trainer compares with them when it divides its own logits by the same temperatur
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal
@@ -62,9 +62,25 @@ class SampleRequest:
         return len(self.prompt) + self.max_tokens
 
 
-def vllm_prompt(request: SampleRequest) -> dict[str, Any]:
-    """The prompt as vLLM takes it where nothing is left to prepare."""
-    return {"type": "token", "prompt_token_ids": list(request.prompt)}
+def require_known(prompts: Iterable[Sequence[int]], vocabulary: int, call: str) -> None:
+    """Proves that a model of this many tokens has those of the prompts. Without a tokenizer vLLM doesn't look.
+
+    Raises:
+        WorkerError: it lacks one, with which vLLM's engine would end.
+    """
+    for prompt in prompts:
+        unknown = [token for token in prompt if not 0 <= token < vocabulary]
+        if unknown:
+            reason = (
+                f"a prompt has token {unknown[0]}, and the model has tokens 0 to {vocabulary - 1}: prompts must be "
+                "made for the vocabulary of policy.model_name"
+            )
+            raise WorkerError("generation", -1, call, reason)
+
+
+def vllm_prompt(tokens: Sequence[int]) -> dict[str, Any]:
+    """A prompt as vLLM takes it where nothing is left to prepare."""
+    return {"type": "token", "prompt_token_ids": list(tokens)}
 
 
 def vllm_parameters(request: SampleRequest, **more: Any) -> SamplingParams:

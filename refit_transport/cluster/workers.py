@@ -49,6 +49,7 @@ class _Host:
         """Constructs the worker, which Python's collector then leaves alone: walking through it takes half a second."""
         gc.unfreeze()
         self._worker = worker_class(**arguments)
+        gc.collect()
         gc.freeze()
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -123,7 +124,7 @@ class WorkerGroup:
             )
 
     def address(self, ports: PortRange, *, rank: int = 0, host: str | None = None) -> tuple[str, int]:
-        """The IP address of a rank's node and a free port on it; `host` overrides the address."""
+        """The address of a rank's node, or `host`, and a port that is held there until the next call."""
         reference = self._actors[rank].address.remote(ports, host)
         [found] = collect([Pending(self, "address", {rank: reference})], timeout_s=self.timeout_s)
         return (str(found[rank][0]), int(found[rank][1]))

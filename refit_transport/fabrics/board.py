@@ -135,10 +135,7 @@ class Board:
         except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise FrameError("garbage", f"a request that can't be understood: {error!r}") from error
         self._hosts[caller.rank] = caller.host
-        if self._hearing is not None:
-            self._hearing.heard.add(caller.rank)
-            if len(self._hearing.heard) == self.world_size:
-                self._judge(self._hearing)
+        self._note(caller.rank)
 
     def next_expiry(self) -> float | None:
         """When somebody's patience ends next."""
@@ -161,6 +158,7 @@ class Board:
     def leave(self, rank: int) -> None:
         """A rank goes in order: agreements and values that it still owes will never come."""
         self._left.add(rank)
+        self._note(rank)
         if any(rank not in ballot.votes for ballot in self._ballots.values()) or any(
             _is_of(key, rank) for key in self._waiting
         ):
@@ -307,6 +305,13 @@ class Board:
             self._hearing = _Hearing(caller.rank, caller.host, reason, heard)
             self._expire_at(now + _HEARING_S, self._hearing)
         return self._hearing
+
+    def _note(self, rank: int) -> None:
+        """A rank has done something: where there is a hearing, it is heard."""
+        if self._hearing is not None:
+            self._hearing.heard.add(rank)
+            if len(self._hearing.heard) == self.world_size:
+                self._judge(self._hearing)
 
     def _judge(self, hearing: _Hearing) -> None:
         """The failure is the first one's, with the names of those who were not heard."""

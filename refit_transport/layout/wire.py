@@ -21,23 +21,32 @@ SCHEMA = 2
 # What ranks of one side have in common, or even both sides, however they cut their tensors.
 _SHARED = ("tensors", "buffers", "rows")
 MAX_BYTES = 1 << 28
+# Compressing takes more time than so many bytes on the way.
+_SMALL = 1 << 12
+# How zlib's streams begin, and no JSON.
+_COMPRESSED = b"x"
 
 
 def encode(value: Any) -> bytes:
-    """JSON of `value`, with sorted keys and compressed; equal values give equal bytes."""
-    return zlib.compress(canonical_json(value).encode(), level=1)
+    """JSON of `value`, with sorted keys, compressed unless it is small; equal values give equal bytes."""
+    text = canonical_json(value).encode()
+    return text if len(text) <= _SMALL else zlib.compress(text, level=1)
 
 
 def decode(data: bytes) -> Any:
     """The inverse of `encode`; LayoutError when the text is larger than 256 MiB or isn't JSON."""
-    inflate = zlib.decompressobj()
     try:
-        text = inflate.decompress(data, MAX_BYTES)
-        if inflate.unconsumed_tail:
-            raise LayoutError("", -1, f"a message of at most {MAX_BYTES} bytes", "a larger one")
-        return json.loads(text)
-    except (zlib.error, ValueError) as error:
-        raise LayoutError("", -1, "a compressed JSON message", str(error)) from error
+        return json.loads(_inflated(data) if data.startswith(_COMPRESSED) else data)
+    except (zlib.error, ValueError, RecursionError) as error:
+        raise LayoutError("", -1, "a JSON message", str(error)) from error
+
+
+def _inflated(data: bytes) -> bytes:
+    inflate = zlib.decompressobj()
+    text = inflate.decompress(data, MAX_BYTES)
+    if inflate.unconsumed_tail:
+        raise LayoutError("", -1, f"a message of at most {MAX_BYTES} bytes", "a larger one")
+    return text
 
 
 def canonical_json(value: Any) -> str:

@@ -216,6 +216,8 @@ def test_nothing_waits_for_ever_and_aborted_requests_leave_the_engine(job, engin
         submission.take(timeout_s=1.0)
     with pytest.raises(WorkerError, match="512"):
         engine.call("sample", [SampleRequest((1,) * 600, 0, 0, 4)])
+    with pytest.raises(WorkerError, match="token 256, and the model has tokens 0 to 255"):
+        engine.call("sample", [SampleRequest((1, 256), 0, 0, 4)])
     assert len(engine.call("sample", long_requests(max_tokens=4))[0]) == 3
 
 

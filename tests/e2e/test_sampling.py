@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from refit_transport.cluster.samplers import sample_on
 from refit_transport.cluster.sampling import SampleRequest
 from refit_transport.cluster.workers import collect
+from refit_transport.errors import WorkerError
 from refit_transport.layout.parallelism import MegatronParallelism as Cut
 from refit_transport.rl.seeds import sample_seed
 from refit_transport.testing.models import save_tiny_model
@@ -123,6 +124,16 @@ def test_a_sample_depends_on_its_own_request_only(job):
         assert max(differences(samples, expected)) <= 1e-5, name
     reseeded = single.call("sample", [replace(request, seed=request.seed + 1) for request in asked])[0]
     assert all(a.response != b.response for a, b in zip(reseeded, expected, strict=True))
+
+
+@pytest.mark.parametrize("token", [256, -1])
+def test_a_token_outside_the_vocabulary_is_refused_and_the_engine_goes_on(job, token):
+    whole, _ = job.engines
+    with pytest.raises(WorkerError, match=f"token {token}, and the model has tokens 0 to 255"):
+        whole.call("sample", [SampleRequest((1, token), 0, 0, 4)])
+    with pytest.raises(WorkerError, match=f"token {token}, and the model has tokens 0 to 255"):
+        whole.call("logprobs", [[1, token]])
+    assert len(whole.call("sample", requests(prompts=1))[0]) == 3
 
 
 def test_the_prefix_cache_never_outlives_its_weights(job, groups, tmp_path):

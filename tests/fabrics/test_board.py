@@ -91,6 +91,14 @@ def test_a_failure_answers_everybody_who_waits_and_whoever_asks_for_more() -> No
     assert board._waiting == board._ballots == {}
 
 
+def test_a_rank_that_leaves_while_others_are_heard_is_not_silent() -> None:
+    board, callers = Board(3), [Caller(rank) for rank in range(3)]
+    ask(board, callers[0], op="fail", reason="it waited", late=True)
+    board.leave(1)
+    board.expire(100.0)
+    assert callers[0].last["failure"]["silent"] == "nothing is heard of rank 2"
+
+
 def test_a_rank_that_left_ends_waits_for_its_values_and_no_others() -> None:
     failure = {"failure": {"rank": 1, "host": "", "reason": "it left the refit"}}
     board, callers = Board(3), [Caller(rank) for rank in range(3)]

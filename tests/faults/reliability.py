@@ -26,7 +26,7 @@ SOAK = 500
 HEAD = """# Reliability
 
 A refit is delivered to every target or to none. This page is what was done to it to find out, and what came of it.
-It is generated (`make faults`, as root, a quarter of an hour on two cores), and a test compares it with the record.
+It is generated (`make faults`, as root), and a test compares it with the record.
 
 ## What is promised
 
@@ -91,8 +91,8 @@ def tables(record: Mapping[str, Any]) -> str:
         f"Blows by job: {', '.join(struck)}.",
         f"Recoveries whose first session didn't come about within the timeout, and took another: {again}.",
         "",
-        f"{soak['refits']} refits in a row: {more}{soak['memory'] / 2**20:.1f} MiB more at the end,",
-        "of the rank that grew most.",
+        f"{soak['refits']} refits in a row: {more}{soak['memory'] / 2**20:.1f} MiB more at the end than after the",
+        "first tenth, of the rank that grew most.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -125,7 +125,7 @@ def test_parts_that_are_missing_changed_or_pickled_are_refused(tmp_path):
             return pathlib.Path.touch, (tmp_path / "sprung",)
 
     trap = pickle.dumps(Trap())
-    with pytest.raises(LayoutError, match="compressed JSON"):
+    with pytest.raises(LayoutError, match="a JSON message"):
         ManifestReader({**parts, digest(trap): trap}).manifest({**value, "rows": digest(trap)})
     assert not (tmp_path / "sprung").exists()
 
@@ -201,10 +201,19 @@ def test_unknown_dtype_schema_and_garbage_are_refused():
         manifest_from_json({**value, "schema": 99})
     with pytest.raises(LayoutError, match="malformed"):
         manifest_from_json({**value, "rows": [[7], [0], [0], [0], [0]]})
-    with pytest.raises(LayoutError, match="compressed JSON"):
+    with pytest.raises(LayoutError, match="a JSON message"):
         decode(b"garbage")
-    with pytest.raises(LayoutError, match="compressed JSON"):
+    with pytest.raises(LayoutError, match="a JSON message"):
         decode(zlib.compress(b"{"))
+    for text in (b"[" * 100_000, zlib.compress(b"[" * 100_000)):
+        with pytest.raises(LayoutError, match="a JSON message"):
+            decode(text)
+
+
+@given(JSON, st.integers(0, 3))
+def test_what_is_encoded_comes_back_whatever_its_size(value, power):
+    value = [value] * 20**power
+    assert decode(encode(value)) == value
 
 
 def test_tensors_are_in_natural_order():

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import time
+import weakref
+from concurrent.futures import CancelledError
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given
@@ -11,7 +18,7 @@ from test_session import settings as refit_settings
 
 from refit_transport.checksum import Checksums, Derived, box_checksum
 from refit_transport.config.settings import RefitSettings
-from refit_transport.errors import AgreementError, TransferError, VerificationError
+from refit_transport.errors import AgreementError, DeadlineError, LayoutError, TransferError, VerificationError
 from refit_transport.fabrics.binding import Binding
 from refit_transport.fabrics.deadline import Deadline
 from refit_transport.layout.box import Box
@@ -19,6 +26,7 @@ from refit_transport.layout.manifest import Manifest, Piece, RankManifest, Tenso
 from refit_transport.refit_plan import RefitPlan
 from refit_transport.scheduling.topology import Topology
 from refit_transport.session import RefitSession
+from refit_transport.session_checks import SourceReading
 from refit_transport.testing.oracle import HeldSide, coordinate_tensor
 from refit_transport.testing.sides import HeldSource, HeldTarget
 from refit_transport.testing.strategies import manifest_pairs
@@ -341,3 +349,75 @@ def test_parts_that_overlap_count_once(cuts):
     binding = Binding.of(RankManifest(0, "source", (TensorSpec("w", shape, "float32"),), pieces), buffers)
     parts = _disjoint(binding.cover("w", whole), shape)
     assert Checksums([parts]).compute() == [box_checksum(tensor, whole, shape)]
+
+
+def test_what_a_target_stages_for_its_own_layouts_is_given_up_with_the_refit():
+    """Nothing that was prepared for verification keeps such memory until the next one."""
+    cluster, staged = Cluster(refit_settings(verify="full")), []
+    for rank, target in cluster.targets.items():
+        buffers = cluster.wanted.bindings[rank].buffers
+
+        def begin(buffers=buffers):
+            memory = np.zeros(buffers[NORM].shape, np.int16)
+            buffers[NORM] = torch.from_numpy(memory).view(torch.bfloat16)
+            staged.append(weakref.ref(memory))
+
+        def finish(buffers=buffers):
+            buffers[NORM] = buffers[NORM].clone()
+
+        target.private_layers = lambda: {"norm": "stage: an engine's own layout"}
+        target.begin, target.finish = begin, finish
+    kept = []
+
+    def look():
+        gc.collect()
+        kept.append(sum(memory() is not None for memory in staged))
+
+    on_every_rank(cluster, (0, lambda: None), (0, look))
+    assert len(staged) == len(cluster.targets)
+    assert kept == [0]
+
+
+class SlowSource:
+    """Stands where checksums are computed: never done before it is given up."""
+
+    def __init__(self):
+        self.ended = threading.Event()
+
+    def __call__(self, is_over):
+        while not is_over():
+            time.sleep(0.01)
+        self.ended.set()
+        raise CancelledError
+
+
+def test_checksums_that_are_late_or_not_wanted_any_more_are_given_up():
+    source = Cluster(refit_settings()).held.bindings[0]
+    slow = SlowSource()
+    with pytest.raises(DeadlineError, match=r"rank 0.*its own checksums.*verify"):
+        SourceReading(source, slow).result(Deadline(0.1))
+    assert slow.ended.wait(10.0)
+    assert SourceReading(source, lambda _: {3: [[4]]}).result(Deadline(10.0)) == {3: [[4]]}
+
+
+def test_a_transfer_that_fails_is_told_before_the_sources_are_read(monkeypatch):
+    cluster, slow = Cluster(refit_settings(verify="sample", timeout_s=20.0)), SlowSource()
+    checksums = BoxesHere.checksums
+    monkeypatch.setattr(
+        BoxesHere, "checksums", lambda here, is_over=None: slow(is_over) if is_over else checksums(here)
+    )
+
+    def refuse(*_, **__):
+        raise LayoutError(NORM, 0, "weights", "a refusal")
+
+    def rank_main(channel):
+        session = cluster.prepare(channel)
+        for transport in session.plan.transports.values():
+            transport.run = refuse
+        began = time.monotonic()
+        with pytest.raises((LayoutError, TransferError), match="a refusal"):
+            session.run(1)
+        return time.monotonic() - began
+
+    assert max(run_ranks(WORLD, rank_main)) < 10.0
+    assert slow.ended.wait(10.0)
