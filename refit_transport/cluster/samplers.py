@@ -9,7 +9,6 @@ from typing import Any
 from refit_transport.cluster.sampling import SampleRequest, split_over_engines
 from refit_transport.cluster.workers import Pending, WorkerGroup, collect
 from refit_transport.errors import WorkerError
-from refit_transport.fabrics.deadline import Deadline
 from refit_transport.rl.trajectories import Sample
 
 # A worker reports its own deadline with a better message than the driver's: give it time to.
@@ -43,16 +42,15 @@ class Submission:
         """Waits for all responses; the samples in the requests' order.
 
         Raises:
-            WorkerError: an engine failed, is fenced, was fenced when it was asked, or hasn't finished within
-                `timeout_s`.
+            WorkerError: an engine failed, is fenced, was fenced when it was asked, didn't accept within `timeout_s`, or
+                hasn't finished so long after it did.
         """
-        deadline = Deadline(timeout_s)
         tickets = [found[0] for found in collect(self.accepted, timeout_s=timeout_s + _MARGIN_S)]
-        left = deadline.remaining()
         pending = [
-            engine.start("take", own, timeout_s=left) for (engine, _), own in zip(self.shares, tickets, strict=True)
+            engine.start("take", own, timeout_s=timeout_s)
+            for (engine, _), own in zip(self.shares, tickets, strict=True)
         ]
-        return _in_order(self.shares, [found[0] for found in collect(pending, timeout_s=left + _MARGIN_S)])
+        return _in_order(self.shares, [found[0] for found in collect(pending, timeout_s=timeout_s + _MARGIN_S)])
 
 
 def submit_to(engines: Sequence[WorkerGroup], requests: Sequence[SampleRequest]) -> Submission:

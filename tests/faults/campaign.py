@@ -67,7 +67,7 @@ class Campaign:
         self._outer = tempfile.tempdir
         self._folder = tempfile.TemporaryDirectory(prefix="faults-")
         tempfile.tempdir = self._given or self._folder.name
-        self._before = _leavings()
+        self._before, self._others = _leavings(), _children()
         self.crew = Crew(self.world.size, lambda rank, tell: Victim(rank, self.world, tell), self._namespaces)
         self._recover()
         parts = self.crew.call("part")
@@ -356,11 +356,12 @@ class Campaign:
     def _left_behind(self, fault: Fault) -> list[str]:
         """Files and processes that weren't there before; descriptors and threads of whoever lives."""
         found = [f"left behind: {path}" for path in sorted(_leavings() - self._before)]
-        children = {int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
-        ours = set(self.crew.pids.values()) | (
-            set() if self._neighbour is None else set(self._neighbour.crew.pids.values())
+        ours = (
+            self._others
+            | set(self.crew.pids.values())
+            | (set() if self._neighbour is None else set(self._neighbour.crew.pids.values()))
         )
-        return found + [f"process {pid} is left" for pid in sorted(children - ours)]
+        return found + [f"process {pid} is left" for pid in sorted(_children() - ours)]
 
     def _grown(self, patience_s: float) -> list[str]:
         found = []
@@ -397,6 +398,11 @@ def _drive(listener: Any, pipe: Any, size: int, *, stop_at: tuple[str, int], num
 def _strike_self(pipe: Any, number: int) -> None:
     pipe.send(time.monotonic())
     os.kill(os.getpid(), number)
+
+
+def _children() -> set[int]:
+    """The processes that this one has started and that are there."""
+    return {int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
 
 
 def _leavings() -> set[str]:

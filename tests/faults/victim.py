@@ -6,6 +6,7 @@ import ctypes
 import gc
 import os
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -63,7 +64,7 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What a process holds: what its descriptors stand for, its threads' names, bytes of memory."""
+    """What a process holds: what descriptors stand for that it didn't inherit, threads' names, bytes of memory."""
 
     open: tuple[str, ...]
     running: tuple[str, ...]
@@ -86,6 +87,8 @@ class Victim:
         torch.set_num_threads(1)
         # Nor is there anything of the parent's to collect: to look at all of it costs more than to open a session.
         gc.freeze()
+        # Of the parent's descriptors, of which it may have more by the time that it starts another process.
+        self._inherited = Counter(_descriptors())
         self.rank, self.world, self._tell = rank, world, tell
         self._role = "source" if rank < world.source.ranks else "target"
         self._binding = self._bound(MODEL)
@@ -196,7 +199,7 @@ class Victim:
             gc.collect()
             resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
             running = tuple(path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm"))
-            found = Footprint(_descriptors(), running, resident)
+            found = Footprint(tuple((Counter(_descriptors()) - self._inherited).elements()), running, resident)
             fits = least is None or (found.descriptors <= least.descriptors and found.threads <= least.threads)
             if fits or time.monotonic() > until:
                 return found
