@@ -146,6 +146,11 @@ class _Columns(NamedTuple):
     width: int
     device: torch.device
 
+    @property
+    def chunk(self) -> int:
+        """How many such rows are summed at once."""
+        return max(1, (_CHUNK if self.device.type == "cpu" else _GPU_CHUNK) // self.width)
+
 
 @dataclass(frozen=True, slots=True)
 class _Strip:
@@ -199,7 +204,6 @@ def _strips(number: int, part: BoxView, weights: dict[_Place, Words]) -> Iterato
     dtype = part.casts[-1] if part.casts else view.dtype
     lanes = max(1, dtype.itemsize // 2)
     step, blocks = _LANES // lanes, -(-sizes[-1] * lanes // _LANES)
-    most = _CHUNK if view.device.type == "cpu" else _GPU_CHUNK
     for matrix, first_rows, counts in _matrices(view, starts[:-1]):
         start = 0
         while start < matrix.shape[1]:
@@ -209,10 +213,10 @@ def _strips(number: int, part: BoxView, weights: dict[_Place, Words]) -> Iterato
             place = _Place(first_rows, counts, sizes[:-1], block, blocks)
             if place not in weights:
                 weights[place] = place.weights()
-            count = max(1, most // columns.width)
-            for row in range(0, len(matrix), count):
-                own = weights[place][row : row + count].reshape(-1)
-                yield columns, _Strip(number, matrix[row : row + count, start:stop], part.casts, own)
+            for row in range(0, len(matrix), columns.chunk):
+                end = row + columns.chunk
+                own = weights[place][row:end].reshape(-1)
+                yield columns, _Strip(number, matrix[row:end, start:stop], part.casts, own)
             start = stop
 
 
@@ -231,11 +235,10 @@ def _matrices(
 
 def _batches(columns: _Columns, strips: Sequence[_Strip]) -> Iterator[_Batch]:
     """Of strips of equal columns: as many together as make a chunk."""
-    most = (_CHUNK if columns.device.type == "cpu" else _GPU_CHUNK) // columns.width
     batch: list[_Strip] = []
     height = 0
     for strip in strips:
-        if batch and height + len(strip.matrix) > most:
+        if batch and height + len(strip.matrix) > columns.chunk:
             yield _Batch(columns, batch)
             batch, height = [], 0
         batch.append(strip)

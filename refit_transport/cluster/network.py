@@ -58,3 +58,17 @@ class PortRange:
         if self.low:
             return (port for port in range(self.low, self.high + 1) if port not in self.promised)
         return [0] * (1 + len(self.promised))
+
+
+class HeldPort:
+    """A port of this machine for whoever is about to listen: held from when it is asked for until the next one is."""
+
+    def __init__(self) -> None:
+        self._held: socket.socket | None = None
+
+    def renew(self, ports: PortRange) -> int:
+        """Another port; errors as `PortRange.reserve`."""
+        if self._held is not None:
+            self._held.close()
+        self._held = ports.reserve()
+        return int(self._held.getsockname()[1])

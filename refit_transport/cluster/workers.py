@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import secrets
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from refit_transport.cluster.network import PortRange
+from refit_transport.cluster.network import HeldPort, PortRange
 from refit_transport.errors import RefitTransportError, WorkerError
 
 _MOST_NAMED = 8
@@ -28,14 +27,11 @@ class _Host:
 
     def __init__(self) -> None:
         self._worker: Any = None
-        self._reserved: socket.socket | None = None
+        self._port = HeldPort()
 
     def address(self, ports: PortRange, address: str | None) -> tuple[str, int]:
         """This node's IP address and a port on it, held until the next one is asked for."""
-        if self._reserved is not None:
-            self._reserved.close()
-        self._reserved = ports.reserve()
-        return address or ray.util.get_node_ip_address(), self._reserved.getsockname()[1]
+        return address or ray.util.get_node_ip_address(), self._port.renew(ports)
 
     def process_id(self) -> int:
         """This actor's process id."""
@@ -46,7 +42,7 @@ class _Host:
         return str(ray.get_runtime_context().get_node_id())
 
     def build(self, worker_class: type, arguments: Mapping[str, Any]) -> None:
-        """Constructs the worker, which Python's collector then leaves alone: walking through it takes half a second."""
+        """Constructs the worker, which Python's collector then leaves alone."""
         gc.unfreeze()
         self._worker = worker_class(**arguments)
         gc.collect()

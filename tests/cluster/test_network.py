@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from refit_transport.cluster.network import LOOPBACK, PortRange
+from refit_transport.cluster.network import LOOPBACK, HeldPort, PortRange
 from refit_transport.errors import TransferError
 
 
@@ -78,3 +78,13 @@ def test_no_connection_takes_a_port_that_is_held():
         timeout=60,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
+
+
+def test_the_port_before_is_let_go():
+    holder, first = HeldPort(), PortRange().reserve()
+    low = first.getsockname()[1]
+    first.close()
+    ports = PortRange(low, low)
+    assert [holder.renew(ports) for _ in range(3)] == [low] * 3
+    with pytest.raises(TransferError, match="is taken"):
+        ports.reserve()

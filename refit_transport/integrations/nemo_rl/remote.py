@@ -14,9 +14,9 @@ from typing import Any
 import ray
 from ray.exceptions import RayTaskError
 
-from refit_transport.cluster.network import PortRange
+from refit_transport.cluster.network import HeldPort, PortRange
 
-_WORKER, _TASKS, _RESERVED = (f"_refit_transport_{what}" for what in ("worker", "tasks", "reserved_port"))
+_WORKER, _TASKS, _PORT = (f"_refit_transport_{what}" for what in ("worker", "tasks", "port"))
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.05
 
 
@@ -53,10 +53,8 @@ def poll(actor: Any, ticket: int) -> tuple[Any] | None:
 
 def address(actor: Any, ports: PortRange, host: str | None) -> tuple[str, int]:
     """This node's IP address and a port on it, held until the next one is asked for."""
-    if _RESERVED in actor.__dict__:
-        actor.__dict__[_RESERVED].close()
-    actor.__dict__[_RESERVED] = ports.reserve()
-    return host or ray.util.get_node_ip_address(), actor.__dict__[_RESERVED].getsockname()[1]
+    port = actor.__dict__.setdefault(_PORT, HeldPort()).renew(ports)
+    return host or ray.util.get_node_ip_address(), port
 
 
 def process_id(_actor: Any) -> int:
